@@ -1,6 +1,12 @@
-"""Pages of the cache, counted by reference."""
+"""Who has which page, and what the device is told about each slot."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from kimi_jax.step import Control, State
 
 SCRATCH_PAGE = 0  # page tables are filled up with it; it belongs to nobody
 
@@ -70,3 +76,98 @@ class PagePool:
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` positions."""
     return -(-tokens // page_size)
+
+
+class SlotTable:
+    """The host's copy of what it tells the device about its slots: `Control`, and the three arrays
+    of `State` that a slot starts from.
+
+    An array goes to the device when the host has changed it, and stays there until it changes.
+    """
+
+    _STATE = ("length", "token", "active")
+
+    def __init__(self, num_slots: int, *, pages: int, stop_ids: int, biases: int):
+        """pages: of the longest context; stop_ids, biases: the most that a request may have."""
+
+        def filled(value: float, dtype: type, *shape: int) -> np.ndarray:
+            return np.full((num_slots, *shape), value, dtype)
+
+        self._host = {
+            "page_table": filled(SCRATCH_PAGE, np.int32, pages),
+            "max_length": filled(0, np.int32),
+            "min_length": filled(0, np.int32),
+            "stop_ids": filled(-1, np.int32, stop_ids),
+            "temperature": filled(0, np.float32),
+            "top_k": filled(0, np.int32),
+            "top_p": filled(1, np.float32),
+            "min_p": filled(0, np.float32),
+            "seed": filled(0, np.uint32, 2),
+            "bias_ids": filled(-1, np.int32, biases),
+            "bias_values": filled(0, np.float32, biases),
+            "n_live": filled(0, np.int32),
+            "length": filled(0, np.int32),
+            "token": filled(0, np.int32),
+            "active": filled(False, np.bool_),
+        }
+        self._changed = set(self._host)
+        self._control: Control | None = None
+
+    def abstract_control(self) -> Control:
+        """Shapes and types of the control block."""
+        return Control(
+            **{
+                name: jax.ShapeDtypeStruct(self._host[name].shape, self._host[name].dtype)
+                for name in _CONTROL
+            }
+        )
+
+    def page_row(self, slot: int) -> np.ndarray:
+        """int32 [pages]: a copy, since the caller may hold it while the table changes."""
+        return self._host["page_table"][slot].copy()
+
+    def set(self, slot: int, **values) -> None:
+        """Writes fields of a slot; the rest of a row that is longer than its list is blank."""
+        for name, value in values.items():
+            row = np.array(self._host[name][slot])
+            if row.ndim:
+                row[:] = SCRATCH_PAGE if name == "page_table" else -1 if name in _IDS else 0
+                row[: len(value)] = value
+            else:
+                row[()] = value
+            if not np.array_equal(row, self._host[name][slot]):
+                self._host[name][slot] = row
+                self._changed.add(name)
+
+    def clear(self, slot: int) -> None:
+        """The slot is free. Its sequence may have been cut where the device went on."""
+        self.set(slot, page_table=(), active=False)
+        self._changed.update(self._STATE)
+
+    def advanced(self, slot: int, *, length: int, token: int, active: bool) -> None:
+        """Notes what the device has made of a slot by itself."""
+        for name, value in zip(self._STATE, (length, token, active), strict=True):
+            self._host[name][slot] = value
+
+    def control(self) -> Control:
+        """The control block on the device."""
+        sent = self._send(_CONTROL)
+        self._control = self._control.replace(**sent) if self._control else Control(**sent)
+        return self._control
+
+    def place(self, state: State) -> State:
+        """`state` with the slots as the host wants them."""
+        if self._changed.isdisjoint(self._STATE):
+            return state
+        self._changed.update(self._STATE)
+        return state.replace(**self._send(self._STATE))
+
+    def _send(self, names: Iterable[str]) -> dict[str, jax.Array]:
+        sending = {name: self._host[name] for name in names if name in self._changed}
+        self._changed.difference_update(sending)
+        # A copy: the host goes on writing into its own arrays, and `state` is donated.
+        return jax.device_put(sending, may_alias=False) if sending else {}
+
+
+_CONTROL = tuple(field.name for field in dataclasses.fields(Control))
+_IDS = ("stop_ids", "bias_ids")

@@ -1,0 +1,401 @@
+"""The engine: requests in, text out, one call of the compiled step at a time.
+
+A request's life: `add` checks it and puts it in a queue; when a slot and the pages of its prompt
+are free it is admitted (first come, first served), its prompt is written into the cache chunk by
+chunk, and then it decodes, several steps a call, until a stop id, a stop string, its limit or an
+`abort`. Slot and pages are then free for the next, between two calls.
+
+When the pages run out, the oldest sequences go on, and younger ones sit a call out. If nothing
+could go on, the youngest gives its pages back and is queued again, with what it has generated: it
+starts over by writing all of it into the cache. A sequence that is alone and still has no page
+ends, with the reason "out of pages". None of this changes what a sequence generates: its draws
+depend on its seed and positions only.
+"""
+
+import collections
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from absl import logging
+
+from kimi_jax.engine.outputs import Output, TextStream
+from kimi_jax.engine.programs import Programs
+from kimi_jax.engine.request import Phase, Request, Sequence, noise_seed
+from kimi_jax.engine.slots import PagePool, pages_for
+from kimi_jax.model.weights import Weights
+from kimi_jax.speculation.weights import DrafterWeights
+from kimi_jax.step import StepOutput, StepPlan
+from kimi_jax.text.parser import Parser
+from kimi_jax.text.tokenizer import Tokenizer
+
+_STOP_ID, _LENGTH = 1, 2  # StepOutput.finish
+
+
+class Engine:
+    """`add` requests, call `step` while `busy`, `abort` any time in between. Not thread-safe."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Weights,
+        drafter: DrafterWeights | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """tokenizer None: outputs have token ids and no text, and stop strings are refused."""
+        self.programs = programs
+        self.options = programs.options
+        self._weights = weights
+        self._drafter = drafter
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._depth = programs.plan(budget=self.options.tree_budget).depth
+        self._state = programs.new_state()
+        self._table = programs.new_table()
+        self._pool = PagePool(self.options.num_pages)
+        self._waiting: collections.deque[Sequence] = collections.deque()
+        self._slots: list[Sequence | None] = [None] * self.options.max_num_seqs
+        self._sequences: dict[int, Sequence] = {}
+        self._ended: list[Output] = []
+        self._next_id = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._sequences or self._ended)
+
+    @property
+    def free_pages(self) -> int:
+        return self._pool.free
+
+    def pages(self) -> dict[int, tuple[int, ...]]:
+        """Cache pages by the id of the request that holds them."""
+        return {sequence.id: tuple(sequence.pages) for sequence in self._held()}
+
+    def phase(self, request_id: int) -> Phase:
+        """How far a request is; ENDED also for one that the engine does not know."""
+        sequence = self._sequences.get(request_id)
+        return sequence.phase if sequence else Phase.ENDED
+
+    @property
+    def compilations(self) -> int:
+        """Programs built by this process so far; it does not grow once the engine is warm."""
+        return self.programs.counter.built
+
+    def warm_up(self, *plans: StepPlan) -> None:
+        """Builds the programs and runs each once with idle slots, so that no first use is slow."""
+        self.programs.warm_up(*plans)
+        blank = np.zeros(self.options.prefill_chunk, np.int32)
+        row = self._table.page_row(0)
+        zero = np.int32(0)
+        self._state = self.programs.prefill(
+            self._weights, self._drafter, self._state, row, blank, zero, zero
+        )
+        for plan in plans:
+            self._run(plan)
+
+    def add(self, request: Request) -> int:
+        """Queues a request and returns its id.
+
+        Raises:
+          ValueError: it can never run: a prompt without tokens, with ids outside the vocabulary, or
+            too long for the context or the cache; more stop ids, biased ids or log-probabilities
+            than the engine was built for; stop strings without a tokenizer.
+        """
+        self._check(request)
+        params = request.params
+        self._require_program(params)
+        index, self._next_id = self._next_id, self._next_id + 1
+        room = self.options.max_model_len
+        if params.max_tokens is not None:
+            room = min(room, len(request.prompt) + params.max_tokens)
+        parser = Parser(self._tokenizer, thinking=request.thinking) if self._tokenizer else None
+        sequence = Sequence(
+            id=index,
+            request=request,
+            seed=noise_seed(params.seed, self.options.seed, index),
+            max_length=room,
+            text=TextStream(parser, params.stop, params.min_tokens),
+            depth=self._depth,
+            clock=self._clock,
+        )
+        self._sequences[index] = sequence
+        self._waiting.append(sequence)
+        return index
+
+    def abort(self, request_id: int) -> Output | None:
+        """Ends a request; returns its last output, or None if it has already ended."""
+        sequence = self._sequences.get(request_id)
+        return self._end(sequence, "abort", None) if sequence else None
+
+    def step(self) -> list[Output]:
+        """Admits, prefills and decodes once; returns what each sequence gained."""
+        self._admit()
+        self._prefill()
+        outputs = self._decode()
+        ended, self._ended = self._ended, []
+        return ended + outputs
+
+    # Requests
+
+    def _check(self, request: Request) -> None:
+        prompt, params, options = request.prompt, request.params, self.options
+        if not prompt:
+            raise ValueError("the prompt has no tokens; at least one is needed to start from")
+        vocab = self.programs.model.vocab_size
+        outside = [token for token in prompt if not 0 <= token < vocab]
+        if outside:
+            raise ValueError(
+                f"the prompt has token id {outside[0]}; the vocabulary has ids 0..{vocab - 1}"
+            )
+        if len(prompt) >= options.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; the context (max_model_len) holds "
+                f"{options.max_model_len}, of which at least one must be left for the answer: "
+                f"shorten the prompt to {options.max_model_len - 1} tokens, or raise max_model_len"
+            )
+        needed = pages_for(len(prompt), options.page_size)
+        if needed > self._pool.capacity:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and needs {needed} cache pages of "
+                f"{options.page_size}; the cache has {self._pool.capacity}: shorten the prompt to "
+                f"{self._pool.capacity * options.page_size} tokens, or give the cache more memory"
+            )
+        params.check_vocabulary(vocab)
+        for name, number, most in (
+            ("stop ids", len(self._stop_ids(request)), options.max_stop_ids),
+            ("logit_bias entries", len(params.logit_bias), options.max_logit_bias),
+        ):
+            if number > most:
+                raise ValueError(f"{number} {name}; the engine was built for at most {most}")
+        if (params.logprobs or 0) > options.max_logprobs:
+            raise ValueError(
+                f"logprobs={params.logprobs}; the engine was built for at most "
+                f"max_logprobs={options.max_logprobs}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine has none")
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        params = request.params
+        model = () if params.ignore_eos else self.programs.model.eos_token_ids
+        return tuple(dict.fromkeys((*model, *params.stop_token_ids)))
+
+    def _needs(self, params) -> dict:
+        return {
+            "budget": self.options.tree_budget,
+            "sampled": params.temperature > 0,
+            "num_logprobs": self.options.max_logprobs if params.logprobs else 0,
+        }
+
+    def _require_program(self, params) -> None:
+        """Starts to build a program for a request that none serves; `warm_up` comes before that."""
+        if self.programs.covering(**self._needs(params)) is None:
+            self.programs.start(self.programs.plan(**self._needs(params) | {"sampled": True}))
+
+    def _end(self, sequence: Sequence, reason: str, detail: str | int | None) -> Output:
+        if sequence.phase is Phase.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._leave_slot(sequence)
+        del self._sequences[sequence.id]
+        return sequence.ended(reason, detail)
+
+    # Slots and pages
+
+    def _held(self) -> list[Sequence]:
+        """Sequences in a slot, oldest first."""
+        return sorted((s for s in self._slots if s is not None), key=lambda s: s.id)
+
+    def _decoding(self) -> list[Sequence]:
+        return [sequence for sequence in self._held() if sequence.phase is Phase.DECODE]
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Pages that a sequence lacks for the longest that one call can make it."""
+        longest = len(sequence.tokens) + self.options.steps_per_call * (self._depth + 1)
+        # The last token of a sequence is not cached.
+        positions = min(longest, sequence.max_length) - 1
+        return max(0, pages_for(positions, self.options.page_size) - len(sequence.pages))
+
+    def _admit(self) -> None:
+        """Gives free slots to those that wait, while their prompts find pages."""
+        while self._waiting and None in self._slots:
+            sequence = self._waiting[0]
+            held = self._held()
+            needed = pages_for(len(sequence.tokens), self.options.page_size)
+            # Those that run keep what they want for a call, else the newcomer would soon be sent
+            # back by them.
+            spare = self._pool.free - sum(self._wanted(other) for other in held)
+            if needed > (spare if held else self._pool.free):
+                if not held:
+                    self._ended.append(self._end(sequence, "length", "out of pages"))
+                    continue
+                return
+            self._waiting.popleft()
+            self._take_slot(sequence, self._pool.allocate(needed))
+
+    def _take_slot(self, sequence: Sequence, pages: list[int]) -> None:
+        params = sequence.request.params
+        slot = self._slots.index(None)
+        self._slots[slot] = sequence
+        sequence.slot, sequence.pages, sequence.cached = slot, pages, 0
+        sequence.phase = Phase.PREFILL
+        self._table.set(
+            slot,
+            page_table=pages,
+            max_length=sequence.max_length,
+            min_length=sequence.prompt_length + params.min_tokens,
+            stop_ids=self._stop_ids(sequence.request),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=sequence.seed,
+            bias_ids=list(params.logit_bias),
+            bias_values=list(params.logit_bias.values()),
+            n_live=self.options.tree_budget,
+        )
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._table.clear(sequence.slot)
+        self._slots[sequence.slot] = None
+        self._pool.release(sequence.pages)
+        sequence.slot, sequence.pages = None, []
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """Takes a sequence's slot and pages; it waits again, before all that never ran."""
+        logging.info("request %d waits for pages, to start over", sequence.id)
+        self._leave_slot(sequence)
+        sequence.phase = Phase.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _reserve(self) -> list[Sequence]:
+        """Finds pages for a call, oldest sequence first; returns those that can take part."""
+        while decoding := self._decoding():
+            ready = []
+            for sequence in decoding:
+                extra = self._pool.allocate(min(self._wanted(sequence), self._pool.free))
+                sequence.pages.extend(extra)
+                # Positions that have a page, and the last token, which needs none.
+                fits = len(sequence.pages) * self.options.page_size + 1
+                if len(sequence.tokens) < fits:
+                    ready.append(sequence)
+                self._table.set(
+                    sequence.slot,
+                    page_table=sequence.pages,
+                    max_length=min(sequence.max_length, fits),
+                )
+            if ready:
+                return ready
+            held = self._held()
+            if len(held) > 1:
+                self._send_back(held[-1])
+            else:
+                self._ended.append(self._end(held[0], "length", "out of pages"))
+        return []
+
+    # Calls
+
+    def _prefill(self) -> None:
+        """Writes prompts into the cache, oldest first, up to the tokens that one step may spend."""
+        left = self.options.prefill_tokens
+        chunk = self.options.prefill_chunk
+        for sequence in self._held():
+            if sequence.phase is not Phase.PREFILL:
+                continue
+            end = len(sequence.tokens) - 1
+            row = self._table.page_row(sequence.slot)
+            while sequence.cached < end and left > 0:
+                count = min(chunk, end - sequence.cached)
+                tokens = np.zeros(chunk, np.int32)
+                tokens[:count] = sequence.tokens[sequence.cached : sequence.cached + count]
+                self._state = self.programs.prefill(
+                    self._weights,
+                    self._drafter,
+                    self._state,
+                    row,
+                    tokens,
+                    np.int32(sequence.cached),
+                    np.int32(count),
+                )
+                sequence.cached += count
+                left -= chunk
+            if sequence.cached == end:
+                sequence.phase = Phase.DECODE
+                self._table.set(sequence.slot, length=end, token=sequence.tokens[end])
+
+    def _decode(self) -> list[Output]:
+        """One call of the compiled steps over all sequences that have pages for it."""
+        ready = self._reserve()
+        if not ready:
+            return []
+        for sequence in self._decoding():
+            self._table.set(sequence.slot, active=sequence in ready)
+        for sequence in ready:
+            sequence.begin_call()
+        host = self._run(self._plan(ready))
+        return [self._collect(sequence, host) for sequence in ready]
+
+    def _plan(self, sequences: list[Sequence]) -> StepPlan:
+        needs = [self._needs(sequence.request.params) for sequence in sequences]
+        joint = {name: max(need[name] for need in needs) for name in needs[0]}
+        return self.programs.covering(**joint) or self.programs.plan(**joint)
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        """One call; its outputs as numpy arrays with a leading axis of steps."""
+        program = self.programs.decode(plan)
+        self._state, output = program(
+            self._weights, self._drafter, self._table.place(self._state), self._table.control()
+        )
+        return jax.device_get(output)
+
+    def _collect(self, sequence: Sequence, host: StepOutput) -> Output:
+        """Takes a sequence's share of a call's outputs, up to where it ends."""
+        slot = sequence.slot
+        assert slot is not None
+        stopped, finish = False, 0
+        for step in range(host.count.shape[0]):
+            count = int(host.count[step, slot])
+            finish = int(host.finish[step, slot])
+            if count:
+                stopped = sequence.add_step(
+                    host.tokens[step, slot, :count].tolist(),
+                    host.logprobs[step, slot, :count].tolist(),
+                    self._top(sequence, host, step, count),
+                    drafted=int(host.nodes[step, slot]),
+                    stop_id=finish == _STOP_ID,
+                )
+            if stopped or finish:
+                break
+        sequence.end_call()
+        if stopped:
+            return self._end(sequence, "stop", sequence.text.stop)
+        if finish == _STOP_ID:
+            return self._end(sequence, "stop", sequence.tokens[-1])
+        if len(sequence.tokens) >= sequence.max_length:
+            return self._end(sequence, "length", self._limit(sequence))
+        # It runs on; one that has filled its pages does when it gets more.
+        sequence.cached = len(sequence.tokens) - 1
+        self._table.advanced(
+            slot, length=sequence.cached, token=sequence.tokens[-1], active=finish == 0
+        )
+        return sequence.output()
+
+    def _limit(self, sequence: Sequence) -> str:
+        params = sequence.request.params
+        at_most = params.max_tokens is not None and sequence.generated >= params.max_tokens
+        return "max_tokens" if at_most else "max_model_len"
+
+    def _top(
+        self, sequence: Sequence, host: StepOutput, step: int, count: int
+    ) -> list[dict[int, float]] | None:
+        number = sequence.request.params.logprobs
+        if not number:
+            return None
+        ids = host.top_ids[step, sequence.slot, :count, :number].tolist()
+        values = host.top_logprobs[step, sequence.slot, :count, :number].tolist()
+        return [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]

@@ -1,0 +1,217 @@
+"""The compiled programs of one engine, built ahead from shapes alone, in threads of their own."""
+
+import concurrent.futures
+import dataclasses
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.typing import DTypeLike
+
+from kimi_jax import cache, step
+from kimi_jax.config import DrafterConfig, ModelConfig
+from kimi_jax.engine.compiling import compile_counter
+from kimi_jax.engine.slots import SlotTable, pages_for
+from kimi_jax.model import weights as target_weights
+from kimi_jax.speculation import weights as drafter_weights
+from kimi_jax.step import State, StepPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine; each decides shapes of the compiled programs, except the seed."""
+
+    max_num_seqs: int  # B, slots
+    max_model_len: int  # longest context, prompt and answer, in tokens
+    num_pages: int  # of the cache, the scratch page included
+    page_size: int = 64  # P, tokens a page
+    prefill_chunk: int = 64  # C, tokens that one prefill call takes
+    prefill_tokens: int = 512  # most prompt tokens between two decoding calls
+    steps_per_call: int = 4  # decoding steps between two looks of the host
+    max_stop_ids: int = 16  # stop ids of a request, the model's own included
+    max_logit_bias: int = 64  # biased ids of a request
+    max_logprobs: int = 20  # likeliest tokens reported to a request that asks for any
+    tree_budget: int = 0  # N, tree nodes a sequence; 0: plain decoding
+    seed: int = 0  # for requests without one
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            least = 0 if field.name in ("tree_budget", "seed", "max_logprobs") else 1
+            if getattr(self, field.name) < least:
+                raise ValueError(
+                    f"{field.name}={getattr(self, field.name)} must be at least {least}"
+                )
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """MP, width of the page table."""
+        return pages_for(self.max_model_len, self.page_size)
+
+
+Program = Callable[..., object]
+
+
+class Programs:
+    """Compiles in the background; asking for a program waits until it is there.
+
+    The programs take arrays of exactly the shapes that they were built for: nothing is compiled
+    behind their back. `compilations` counts all programs that the process builds.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        drafter: DrafterConfig | None,
+        options: EngineOptions,
+        dtype: DTypeLike,
+    ):
+        self.model = model
+        self.drafter = drafter
+        self.options = options
+        self.dtype = dtype
+        self.counter = compile_counter()
+        self._futures: dict[StepPlan | str, concurrent.futures.Future] = {}
+        self._lock = threading.Lock()
+
+    def plan(self, *, budget: int = 0, sampled: bool = True, num_logprobs: int = 0) -> StepPlan:
+        return StepPlan(
+            model=self.model,
+            drafter=self.drafter,
+            budget=budget,
+            sampled=sampled,
+            num_logprobs=num_logprobs,
+        )
+
+    def start(self, *plans: StepPlan) -> None:
+        """Begins to build prefill and the decoding programs of `plans`, without waiting."""
+        self._start("prefill", self._build_prefill)
+        for plan in plans:
+            self._start(plan, lambda plan=plan: self._build_decode(plan))
+
+    def warm_up(self, *plans: StepPlan) -> None:
+        """Builds what `start` does, and waits for it."""
+        self.start(*plans)
+        for future in list(self._futures.values()):
+            future.result()
+
+    def covering(self, *, budget: int, sampled: bool, num_logprobs: int) -> StepPlan | None:
+        """The leanest started plan that serves such sequences, or None."""
+        fits = [
+            plan
+            for plan in self._futures
+            if isinstance(plan, StepPlan)
+            and plan.budget >= budget
+            and plan.sampled >= sampled
+            and plan.num_logprobs >= num_logprobs
+        ]
+        return min(
+            fits, key=lambda plan: (plan.budget, plan.num_logprobs, plan.sampled), default=None
+        )
+
+    def decode(self, plan: StepPlan) -> Program:
+        """(weights, drafter, state, control) -> (state, outputs); state is donated."""
+        self.start(plan)
+        return self._futures[plan].result()
+
+    @property
+    def prefill(self) -> Program:
+        """(weights, drafter, state, page_row, tokens, start, count) -> state; state is donated."""
+        self.start()
+        return self._futures["prefill"].result()
+
+    def new_state(self) -> State:
+        """An empty cache and idle slots."""
+        slots = (self.options.max_num_seqs,)
+        return State(
+            cache=cache.create(
+                self.model,
+                self.drafter,
+                num_pages=self.options.num_pages,
+                page_size=self.options.page_size,
+                dtype=self.dtype,
+            ),
+            length=jnp.zeros(slots, jnp.int32),
+            token=jnp.zeros(slots, jnp.int32),
+            active=jnp.zeros(slots, jnp.bool_),
+        )
+
+    def new_table(self) -> SlotTable:
+        """A control block without a request."""
+        return SlotTable(
+            self.options.max_num_seqs,
+            pages=self.options.pages_per_sequence,
+            stop_ids=self.options.max_stop_ids,
+            biases=self.options.max_logit_bias,
+        )
+
+    def _start(self, key: StepPlan | str, build: Callable[[], Program]) -> None:
+        with self._lock:
+            if key not in self._futures:
+                self._futures[key] = _in_thread(build)
+
+    def _build_prefill(self) -> Program:
+        logging.info("compiling prefill, %d tokens a call", self.options.prefill_chunk)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        return step.prefill.lower(
+            *self._weights(),
+            self._state(),
+            jax.ShapeDtypeStruct((self.options.pages_per_sequence,), jnp.int32),
+            jax.ShapeDtypeStruct((self.options.prefill_chunk,), jnp.int32),
+            scalar,
+            scalar,
+            plan=self.plan(),
+        ).compile()
+
+    def _build_decode(self, plan: StepPlan) -> Program:
+        logging.info(
+            "compiling %d decoding steps of %d sequences, %d tree nodes each%s%s",
+            self.options.steps_per_call,
+            self.options.max_num_seqs,
+            plan.budget,
+            "" if plan.sampled else ", greedy",
+            f", {plan.num_logprobs} logprobs" if plan.num_logprobs else "",
+        )
+        return step.decode_steps.lower(
+            *self._weights(),
+            self._state(),
+            self.new_table().abstract_control(),
+            plan=plan,
+            steps=self.options.steps_per_call,
+        ).compile()
+
+    def _weights(self):
+        return (
+            target_weights.abstract(self.model, self.dtype),
+            drafter_weights.abstract(self.drafter, self.dtype) if self.drafter else None,
+        )
+
+    def _state(self) -> State:
+        slots = (self.options.max_num_seqs,)
+        return State(
+            cache=cache.abstract(
+                self.model,
+                self.drafter,
+                num_pages=self.options.num_pages,
+                page_size=self.options.page_size,
+                dtype=self.dtype,
+            ),
+            length=jax.ShapeDtypeStruct(slots, jnp.int32),
+            token=jax.ShapeDtypeStruct(slots, jnp.int32),
+            active=jax.ShapeDtypeStruct(slots, jnp.bool_),
+        )
+
+
+def _in_thread(build: Callable[[], Program]) -> concurrent.futures.Future:
+    """Runs in a daemon thread: an interrupted process does not wait for a compilation."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(build())
+        except BaseException as error:  # handed to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="compile").start()
+    return future
