@@ -17,11 +17,6 @@ from kimi_jax.config import YarnConfig
 _LOW = 512  # positions in the fine table; the coarse one has max_position / 512 rows
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature (arXiv 2309.00071, eq. 22): 0.1 m ln(factor) + 1."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
 def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
     """float64 [dim / 2] radians per position.
 
@@ -60,7 +55,7 @@ def cos_sin(
     """int32 [T] -> float32 cos, sin [T, dim / 2].
 
     Positions up to 512 beyond max_position are served too: the nodes of a tree at the end of the
-    context lie there, and are never accepted.
+    context lie there, and are never accepted. The YaRN amplitude is the caller's affair.
     """
     coarse, fine = _tables(dim, theta, yarn, max_position)
     high, low = positions // _LOW, positions % _LOW

@@ -41,13 +41,15 @@ def unembed(weights: Weights, config: ModelConfig, hidden: jax.Array) -> jax.Arr
 
 def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos, sin [T, PE / 2], shared by all layers."""
-    return rope.cos_sin(
+    cos, sin = rope.cos_sin(
         positions,
         dim=config.qk_rope_head_dim,
         theta=config.rope_theta,
         yarn=config.rope_scaling,
         max_position=config.max_position_embeddings,
     )
+    amplitude = config.rope_scaling.amplitude if config.rope_scaling else 1.0
+    return cos * amplitude, sin * amplitude
 
 
 def _mlp(

@@ -1,1 +1,1 @@
-"""Kernels, one package an operation: api (what others import), reference (the definition), specs."""
+"""Kernels, one package an operation: api (what others import) and reference (the definition)."""

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-GROUP = 32
+GROUP = 32  # input columns that share a scale
+TILE = 16  # rows of one expert that are multiplied together
 
 
 def unpack(codes: jax.Array) -> jax.Array:
@@ -18,29 +19,6 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return unpack(codes) * jnp.repeat(scales.astype(jnp.float32), GROUP, axis=-1)
 
 
-def _product(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """x float32 [M, k] times the transpose of the packed weights [..., k] -> [M, ...].
-
-    Even columns (low nibbles) are laid before odd ones in both operands: unpacking is then a plain
-    elementwise loop, which a CPU vectorises; interleaving the nibbles is not.
-    """
-    grouped = codes.reshape(*codes.shape[:-1], -1, GROUP // 2)
-    scale = scales.astype(jnp.float32)[..., None]
-    even = (grouped & 15).astype(jnp.float32) - 8.0
-    odd = (grouped >> 4).astype(jnp.float32) - 8.0
-    halves = [(half * scale).reshape(codes.shape) for half in (even, odd)]
-    columns = x.reshape(x.shape[0], -1, 2)
-    return sum(
-        lax.dot_general(
-            columns[..., parity],
-            half,
-            (((1,), (half.ndim - 1,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-        )
-        for parity, half in enumerate(halves)
-    )
-
-
 def routed_experts(
     x: jax.Array,
     ids: jax.Array,
@@ -52,23 +30,60 @@ def routed_experts(
 ) -> jax.Array:
     """Weighted sum of each row's experts; shapes as in `api.routed_experts`.
 
-    One expert is expanded at a time, in the order of the ids, and only experts that some row chose.
+    Experts in the order of their ids, only those that some row chose; one is expanded at a time,
+    and its rows are gathered into tiles.
     """
-    num_experts = gate_up_codes.shape[0]
-    wide = x.astype(jnp.float32)
+    num_rows, num_experts = x.shape[0], gate_up_codes.shape[0]
+    tile = min(num_rows, TILE)
     one_hot = ids[:, :, None] == jnp.arange(num_experts)  # an id outside [0, E) matches nothing
     share = jnp.sum(jnp.where(one_hot, weights[:, :, None], 0.0), axis=1)  # [M, E]
     routed = one_hot.any(axis=1)
-    active = routed.any(axis=0)
-    (order,) = jnp.nonzero(active, size=num_experts, fill_value=0)
+    (active,) = jnp.nonzero(routed.any(axis=0), size=num_experts, fill_value=0)
 
     def add_expert(i: jax.Array, total: jax.Array) -> jax.Array:
-        e = order[i]
-        gate_up = _product(wide, gate_up_codes[e], gate_up_scales[e])  # [M, 2, F]
-        hidden = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
-        out = _product(hidden, down_codes[e], down_scales[e])
-        # A dead row may hold NaN: it is left out by selection, not by a product with zero.
-        return total + jnp.where(routed[:, e, None], out * share[:, e, None], 0.0)
+        e = active[i]
+        gate_up = _halves(gate_up_codes[e], gate_up_scales[e])
+        down = _halves(down_codes[e], down_scales[e])
+        count = routed[:, e].sum(dtype=jnp.int32)
+        # Filled up with a row beyond the last: read as the last one, written nowhere.
+        (rows,) = jnp.nonzero(routed[:, e], size=num_rows + tile, fill_value=num_rows)
+
+        def add_tile(t: jax.Array, total: jax.Array) -> jax.Array:
+            mine = lax.dynamic_slice_in_dim(rows, t * tile, tile)
+            gate_up_out = _product(x[mine].astype(jnp.float32), gate_up)  # [tile, 2, F]
+            hidden = jax.nn.silu(gate_up_out[:, 0]) * gate_up_out[:, 1]
+            out = _product(hidden, down) * share[mine, e, None]
+            return total.at[mine].add(out, mode="drop")
+
+        return lax.fori_loop(0, (count + tile - 1) // tile, add_tile, total)
 
     zero = jnp.zeros(x.shape, jnp.float32)
-    return lax.fori_loop(0, active.sum(dtype=jnp.int32), add_expert, zero)
+    return lax.fori_loop(0, routed.any(axis=0).sum(dtype=jnp.int32), add_expert, zero)
+
+
+def _halves(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 weights of the even and of the odd columns, each shaped like `codes`.
+
+    Kept apart, unpacking is a plain elementwise loop, which a CPU vectorises; interleaving the low
+    and the high nibbles is not.
+    """
+    grouped = codes.reshape(*codes.shape[:-1], -1, GROUP // 2)
+    scale = scales.astype(jnp.float32)[..., None]
+    even = ((grouped & 15).astype(jnp.float32) - 8.0) * scale
+    odd = ((grouped >> 4).astype(jnp.float32) - 8.0) * scale
+    return even.reshape(codes.shape), odd.reshape(codes.shape)
+
+
+def _product(x: jax.Array, halves: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x float32 [M, k] times the transpose of the weights [..., k] -> [M, ...]."""
+    columns = x.reshape(x.shape[0], -1, 2)
+    even, odd = (
+        lax.dot_general(
+            columns[..., parity],
+            half,
+            (((1,), (half.ndim - 1,)), ((), ())),
+            precision=lax.Precision.HIGHEST,
+        )
+        for parity, half in enumerate(halves)
+    )
+    return even + odd

@@ -1,0 +1,410 @@
+"""One decoding step as a pure function: commit . accept . forward . propose.
+
+Plain decoding is the step with a tree of the root alone; there is no second path. Everything here
+runs on the device: the host decides between calls (`Control`) and reads what came out
+(`StepOutput`).
+
+A prompt t_0..t_{n-1} is prefilled up to t_{n-2}; its last token is the first anchor. So the first
+generated token comes out of an ordinary step, and at every moment a sequence has length + 1 tokens:
+`length` of them in the cache, and the anchor.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from kimi_jax import cache as paged
+from kimi_jax import sampling
+from kimi_jax.cache import Cache
+from kimi_jax.config import DrafterConfig, ModelConfig
+from kimi_jax.model import transformer
+from kimi_jax.model.rows import Rows
+from kimi_jax.model.transformer import Forward
+from kimi_jax.model.weights import Weights
+from kimi_jax.speculation import accept as acceptance
+from kimi_jax.speculation import drafter as dflash
+from kimi_jax.speculation import tree as ddtree
+from kimi_jax.speculation.tree import Tree
+from kimi_jax.speculation.weights import DrafterWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What a compiled step is specialised to; a new value compiles a new program."""
+
+    model: ModelConfig
+    drafter: DrafterConfig | None = None
+    budget: int = 0  # N, tree nodes compiled for beside the root; each sequence uses n_live of them
+    sampled: bool = True  # False: every sequence is greedy, and noise and truncation are left out
+    num_logprobs: int = 0  # how many of the likeliest tokens are reported beside the emitted one
+
+    def __post_init__(self) -> None:
+        if self.budget and self.drafter is None:
+            raise ValueError(f"a tree budget of {self.budget} nodes needs a drafter")
+
+    @property
+    def depth(self) -> int:
+        """DEPTH: the most draft tokens that a step can accept."""
+        return min(self.drafter.depth, self.budget) if self.drafter and self.budget else 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.target_layer_ids if self.drafter else ()
+
+
+@struct.dataclass
+class State:
+    """What the device carries from step to step; donated. B slots.
+
+    length int32 [B]: committed positions in the cache; token int32 [B]: the anchor, the last token,
+    at position `length`, not in the cache; active bool [B]: slots that decode.
+    """
+
+    cache: Cache
+    length: jax.Array
+    token: jax.Array
+    active: jax.Array
+
+
+@struct.dataclass
+class Control:
+    """What the host decides; small, not donated. B slots.
+
+    page_table int32 [B, MP]; max_length int32 [B]: tokens at which a sequence ends (prompt
+    included); min_length int32 [B]: stop ids are forbidden while fewer tokens exist; stop_ids
+    int32 [B, S] (-1: none); temperature float32 [B] (0: greedy); top_k int32 [B] (0: off);
+    top_p, min_p float32 [B]; seed uint32 [B, 2]; bias_ids int32 [B, NB] (-1: none), bias_values
+    float32 [B, NB]; n_live int32 [B]: tree nodes each sequence uses, at most the plan's budget.
+    """
+
+    page_table: jax.Array
+    max_length: jax.Array
+    min_length: jax.Array
+    stop_ids: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    n_live: jax.Array
+
+
+@struct.dataclass
+class Accepted:
+    """The outcome of a walk down the tree, cut at stops and limits.
+
+    tokens int32 [B, DEPTH + 1]: what the target drew along the path (-1 behind the end); count
+    int32 [B]: how many of them are emitted (0 for an inactive slot); finish int32 [B]: 0 runs on, 1
+    stop id (the last emitted token), 2 length; rows int32 [B, DEPTH + 1]: flat rows of the path,
+    root first: the first `count` are committed.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    finish: jax.Array
+    rows: jax.Array
+
+
+@struct.dataclass
+class StepOutput:
+    """What the host reads. DEPTH is the plan's.
+
+    tokens int32 [B, DEPTH + 1], of which `count` int32 [B] are emitted; finish int32 [B] as in
+    `Accepted`; nodes int32 [B]: live tree nodes verified; logprobs float32 [B, DEPTH + 1]: of the
+    emitted tokens under the target's own distribution (temperature 1, before bias and truncation);
+    top_ids int32, top_logprobs float32 [B, DEPTH + 1, num_logprobs].
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    finish: jax.Array
+    nodes: jax.Array
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def propose(
+    weights: Weights,
+    drafter: DrafterWeights | None,
+    state: State,
+    control: Control,
+    *,
+    plan: StepPlan,
+) -> Tree:
+    """The best `n_live` prefixes of each active sequence under the drafter."""
+    n_live = jnp.where(state.active, control.n_live, -1)
+    if not plan.budget:
+        return ddtree.root_only(state.token, n_live)
+    assert plan.drafter is not None and drafter is not None
+    # A sequence that drafts nothing is given no context, so that it costs none.
+    drafting = state.active & (control.n_live > 0)
+    logits = dflash.propose_logits(
+        drafter,
+        plan.drafter,
+        weights.embed,
+        weights.lm_head,
+        state.cache.draft_k,
+        state.cache.draft_v,
+        control.page_table,
+        jnp.where(drafting, state.length, 0),
+        state.token,
+    )
+    candidates = ddtree.top_candidates(
+        jax.nn.log_softmax(logits[:, : plan.depth], axis=-1),
+        plan.budget,
+        forbidden=plan.drafter.mask_token_id,
+    )
+    return ddtree.build(candidates, state.token, n_live, budget=plan.budget)
+
+
+def tree_rows(tree: Tree, length: jax.Array, page_table: jax.Array) -> Rows:
+    """Row r of sequence b is flat row b (N + 1) + r, at position length + depth."""
+    batch, width = tree.tokens.shape
+    return Rows(
+        token=tree.tokens.reshape(-1),
+        position=(length[:, None] + tree.depths).reshape(-1),
+        live=tree.live.reshape(-1),
+        ancestors=tree.ancestors.reshape(batch * width, -1),
+        row_start=jnp.arange(batch, dtype=jnp.int32) * width,
+        row_count=tree.live.sum(axis=1, dtype=jnp.int32),
+        length=length,
+        page_table=page_table,
+        max_rows=width,
+    )
+
+
+def forward(
+    weights: Weights, state: State, control: Control, tree: Tree, *, plan: StepPlan
+) -> Forward:
+    """The target's verdict on every row of the trees; the cache is only read."""
+    rows = tree_rows(tree, state.length, control.page_table)
+    return transformer.forward(weights, plan.model, state.cache.latent, rows, plan.taps)
+
+
+def accept(
+    logits: jax.Array, tree: Tree, state: State, control: Control, *, plan: StepPlan
+) -> Accepted:
+    """Follows the target's own draws down the tree: logits float32 [M, VOCAB].
+
+    The draw of a row is a function of (request seed, position, vocabulary id): nodes of one depth
+    share the noise, the walk visits one node a depth, so every draw it uses is exact and equal to
+    plain decoding's. A drawn token that is a child is accepted; one that isn't is the bonus.
+    """
+    batch, width = tree.tokens.shape
+    logits = logits.reshape(batch, width, -1)
+    vocab = logits.shape[-1]
+
+    def by_row(values: jax.Array) -> jax.Array:
+        """[B, ...] -> [M, ...]"""
+        return jnp.repeat(values, width, axis=0)
+
+    flat = logits.reshape(batch * width, vocab)
+    tokens_so_far = (state.length[:, None] + tree.depths + 1).reshape(-1)
+    flat = sampling.apply_bias(flat, by_row(control.bias_ids), by_row(control.bias_values))
+    flat = sampling.forbid(
+        flat, by_row(control.stop_ids), tokens_so_far < by_row(control.min_length)
+    )
+    if plan.sampled:
+        depth_positions = state.length[:, None] + 1 + jnp.arange(plan.depth + 1)
+        noise = sampling.gumbel(
+            control.seed[:, None], depth_positions, jnp.arange(vocab, dtype=jnp.uint32)
+        )
+        drawn = sampling.draw(
+            flat,
+            temperature=by_row(control.temperature),
+            top_k=by_row(control.top_k),
+            top_p=by_row(control.top_p),
+            min_p=by_row(control.min_p),
+            noise=jnp.take_along_axis(noise, tree.depths[..., None], axis=1).reshape(-1, vocab),
+        )
+    else:
+        drawn = jnp.argmax(flat, axis=-1).astype(jnp.int32)
+    walk = acceptance.walk(tree, drawn.reshape(batch, width), depth=plan.depth)
+    cut = acceptance.cut(
+        walk.tokens,
+        state.active,
+        length=state.length,
+        max_length=control.max_length,
+        min_length=control.min_length,
+        stop_ids=control.stop_ids,
+    )
+    rows = jnp.arange(batch)[:, None] * width + jnp.maximum(walk.path, 0)
+    return Accepted(tokens=cut.tokens, count=cut.count, finish=cut.finish, rows=rows)
+
+
+def commit(
+    drafter: DrafterWeights | None,
+    state: State,
+    control: Control,
+    outcome: Accepted,
+    verdict: Forward,
+    *,
+    plan: StepPlan,
+) -> State:
+    """Writes the accepted rows, target latents and drafter context, and moves the anchor on."""
+    steps = jnp.arange(plan.depth + 1)
+    positions = state.length[:, None] + steps
+    valid = (steps < outcome.count[:, None]).reshape(-1)
+    pages, offsets = (
+        part.reshape(-1)
+        for part in paged.locate(control.page_table, positions, state.cache.page_size)
+    )
+    rows = outcome.rows.reshape(-1)
+    cache = _write(
+        state.cache,
+        drafter,
+        verdict.rows[:, rows],
+        verdict.taps[:, rows],
+        positions.reshape(-1),
+        (pages, offsets, valid),
+        plan=plan,
+    )
+    emitted = outcome.count > 0
+    last = jnp.take_along_axis(outcome.tokens, jnp.maximum(outcome.count - 1, 0)[:, None], axis=1)[
+        :, 0
+    ]
+    return State(
+        cache=cache,
+        length=state.length + outcome.count,
+        token=jnp.where(emitted, last, state.token),
+        active=state.active & (outcome.finish == 0),
+    )
+
+
+def decode_step(
+    weights: Weights,
+    drafter: DrafterWeights | None,
+    state: State,
+    control: Control,
+    *,
+    plan: StepPlan,
+) -> tuple[State, StepOutput]:
+    """One step: every active sequence emits between 1 and DEPTH + 1 tokens."""
+    with jax.named_scope("propose"):
+        tree = propose(weights, drafter, state, control, plan=plan)
+    with jax.named_scope("forward"):
+        verdict = forward(weights, state, control, tree, plan=plan)
+    with jax.named_scope("accept"):
+        outcome = accept(verdict.logits, tree, state, control, plan=plan)
+        output = _report(verdict.logits, tree, outcome, plan=plan)
+    with jax.named_scope("commit"):
+        state = commit(drafter, state, control, outcome, verdict, plan=plan)
+    return state, output
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "steps"), donate_argnames="state")
+def decode_steps(
+    weights: Weights,
+    drafter: DrafterWeights | None,
+    state: State,
+    control: Control,
+    *,
+    plan: StepPlan,
+    steps: int,
+) -> tuple[State, StepOutput]:
+    """`steps` steps in one call; the outputs get a leading axis [steps]. `state` is donated."""
+
+    def body(carry: State, _: None) -> tuple[State, StepOutput]:
+        return decode_step(weights, drafter, carry, control, plan=plan)
+
+    return lax.scan(body, state, length=steps)
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def prefill(
+    weights: Weights,
+    drafter: DrafterWeights | None,
+    state: State,
+    page_row: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    plan: StepPlan,
+) -> State:
+    """Writes positions start..start+count-1 of one sequence into its pages; `state` is donated.
+
+    page_row int32 [MP]; tokens int32 [C], of which `count` are real. Slots are not touched: the
+    host sets length, token and active when the prompt is in.
+    """
+    chunk = transformer.forward_chunk(
+        weights, plan.model, state.cache.latent, page_row, tokens, start, count, plan.taps
+    )
+    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    valid = jnp.arange(tokens.shape[0]) < count
+    pages, offsets = paged.locate(page_row[None], positions[None], state.cache.page_size)
+    cache = _write(
+        state.cache.replace(latent=chunk.latent),
+        drafter,
+        None,
+        chunk.taps,
+        positions,
+        (pages[0], offsets[0], valid),
+        plan=plan,
+    )
+    return state.replace(cache=cache)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="latent")
+def score(
+    weights: Weights,
+    latent: jax.Array,
+    page_row: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Teacher-forced logits of a chunk, float32 [C, VOCAB], and the pages, chunk written."""
+    chunk = transformer.forward_chunk(weights, config, latent, page_row, tokens, start, count, ())
+    return transformer.unembed(weights, config, chunk.hidden), chunk.latent
+
+
+def _write(
+    cache: Cache,
+    drafter: DrafterWeights | None,
+    rows: jax.Array | None,
+    taps: jax.Array,
+    positions: jax.Array,
+    where: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    plan: StepPlan,
+) -> Cache:
+    """Target latents rows [L, T, R + PE] (None: written already) and the drafter's context.
+
+    taps [n_taps, T, D], positions int32 [T], where = (pages, offsets, valid) each [T].
+    """
+    if rows is not None:
+        cache = cache.replace(latent=paged.write_rows(cache.latent, rows, *where))
+    if plan.drafter is None:
+        return cache
+    assert drafter is not None and cache.draft_k is not None and cache.draft_v is not None
+    keys, values = dflash.project_context(drafter, plan.drafter, taps, positions)
+    return cache.replace(
+        draft_k=paged.write_rows(cache.draft_k, keys, *where),
+        draft_v=paged.write_rows(cache.draft_v, values, *where),
+    )
+
+
+def _report(logits: jax.Array, tree: Tree, outcome: Accepted, *, plan: StepPlan) -> StepOutput:
+    log_probs = jax.nn.log_softmax(logits[outcome.rows], axis=-1)  # [B, DEPTH + 1, VOCAB]
+    top_logprobs, top_ids = lax.top_k(log_probs, plan.num_logprobs)
+    return StepOutput(
+        tokens=outcome.tokens,
+        count=outcome.count,
+        finish=outcome.finish,
+        nodes=jnp.maximum(tree.live.sum(axis=1, dtype=jnp.int32) - 1, 0),
+        logprobs=jnp.take_along_axis(log_probs, jnp.maximum(outcome.tokens, 0)[..., None], axis=-1)[
+            ..., 0
+        ],
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
