@@ -143,6 +143,7 @@ def propose(
     if not plan.budget:
         return ddtree.root_only(state.token, n_live)
     assert plan.drafter is not None and drafter is not None
+    assert state.cache.draft_k is not None and state.cache.draft_v is not None
     # A sequence that drafts nothing is given no context, so that it costs none.
     drafting = state.active & (control.n_live > 0)
     logits = dflash.propose_logits(
@@ -341,7 +342,7 @@ def prefill(
     valid = jnp.arange(tokens.shape[0]) < count
     pages, offsets = paged.locate(page_row[None], positions[None], state.cache.page_size)
     cache = _write(
-        state.cache.replace(latent=chunk.latent),
+        dataclasses.replace(state.cache, latent=chunk.latent),
         drafter,
         None,
         chunk.taps,
@@ -349,7 +350,7 @@ def prefill(
         (pages[0], offsets[0], valid),
         plan=plan,
     )
-    return state.replace(cache=cache)
+    return dataclasses.replace(state, cache=cache)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="latent")
@@ -383,12 +384,13 @@ def _write(
     taps [n_taps, T, D], positions int32 [T], where = (pages, offsets, valid) each [T].
     """
     if rows is not None:
-        cache = cache.replace(latent=paged.write_rows(cache.latent, rows, *where))
+        cache = dataclasses.replace(cache, latent=paged.write_rows(cache.latent, rows, *where))
     if plan.drafter is None:
         return cache
     assert drafter is not None and cache.draft_k is not None and cache.draft_v is not None
     keys, values = dflash.project_context(drafter, plan.drafter, taps, positions)
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         draft_k=paged.write_rows(cache.draft_k, keys, *where),
         draft_v=paged.write_rows(cache.draft_v, values, *where),
     )

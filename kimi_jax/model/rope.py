@@ -42,11 +42,14 @@ def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.n
 def _tables(
     dim: int, theta: float, yarn: YarnConfig | None, max_position: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """complex64 (coarse [ceil(max / 512) + 1, dim / 2], fine [512, dim / 2]): e^{i angle}."""
+    """float32 [2, ceil(max / 512) + 1, dim / 2] and [2, 512, dim / 2]: cos, sin, coarse and fine."""
     frequencies = inverse_frequencies(dim, theta, yarn)
-    coarse = np.arange(-(-max_position // _LOW) + 1, dtype=np.float64) * _LOW
-    fine = np.arange(_LOW, dtype=np.float64)
-    return np.exp(1j * np.outer(coarse, frequencies)), np.exp(1j * np.outer(fine, frequencies))
+
+    def table(rows: int, stride: int) -> np.ndarray:
+        angles = np.outer(np.arange(rows, dtype=np.float64) * stride, frequencies)
+        return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+    return table(-(-max_position // _LOW) + 1, _LOW), table(_LOW, 1)
 
 
 def cos_sin(
@@ -58,11 +61,8 @@ def cos_sin(
     context lie there, and are never accepted. The YaRN amplitude is the caller's affair.
     """
     coarse, fine = _tables(dim, theta, yarn, max_position)
-    high, low = positions // _LOW, positions % _LOW
-    cos_high, sin_high = (
-        jnp.asarray(part, jnp.float32)[high] for part in (coarse.real, coarse.imag)
-    )
-    cos_low, sin_low = (jnp.asarray(part, jnp.float32)[low] for part in (fine.real, fine.imag))
+    cos_high, sin_high = jnp.asarray(coarse)[:, positions // _LOW]
+    cos_low, sin_low = jnp.asarray(fine)[:, positions % _LOW]
     return cos_high * cos_low - sin_high * sin_low, sin_high * cos_low + cos_high * sin_low
 
 
