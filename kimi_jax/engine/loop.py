@@ -22,7 +22,15 @@ from absl import logging
 
 from kimi_jax.engine.outputs import Output, TextStream
 from kimi_jax.engine.programs import Programs
-from kimi_jax.engine.request import Phase, Request, Sequence, noise_seed
+from kimi_jax.engine.request import (
+    Phase,
+    Request,
+    Sequence,
+    check_request,
+    check_tokens,
+    noise_seed,
+    stop_ids,
+)
 from kimi_jax.engine.slots import PagePool, pages_for
 from kimi_jax.model.weights import Weights
 from kimi_jax.speculation.weights import DrafterWeights
@@ -101,11 +109,9 @@ class Engine:
         """Queues a request and returns its id.
 
         Raises:
-          ValueError: it can never run: a prompt without tokens, with ids outside the vocabulary, or
-            too long for the context or the cache; more stop ids, biased ids or log-probabilities
-            than the engine was built for; stop strings without a tokenizer.
+          ValueError: it can never run, see `request.check_request`.
         """
-        self._check(request)
+        check_request(request, self.programs.model, self.options, self._tokenizer is not None)
         params = request.params
         self._require_program(params)
         index, self._next_id = self._next_id, self._next_id + 1
@@ -139,50 +145,36 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended + outputs
 
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """Teacher-forced logits, float32 [T, VOCAB]: row t is what the model says after token t.
+
+        It borrows free pages of the cache, between two steps. Raises ValueError if the tokens are
+        none, outside the vocabulary, or more than the context or the free pages hold.
+        """
+        check_tokens(tokens, self.programs.model)
+        if len(tokens) > self.options.max_model_len:
+            raise ValueError(
+                f"{len(tokens)} tokens exceed the context (max_model_len) of "
+                f"{self.options.max_model_len}"
+            )
+        pages = self._pool.allocate(pages_for(len(tokens), self.options.page_size))
+        try:
+            row = np.zeros(self.options.pages_per_sequence, np.int32)
+            row[: len(pages)] = pages
+            parts = []
+            for start in range(0, len(tokens), self.options.prefill_chunk):
+                chunk, count = self._chunk(tokens, start)
+                cache = self._state.cache
+                logits, latent = self.programs.score(
+                    self._weights, cache.latent, row, chunk, np.int32(start), np.int32(count)
+                )
+                self._state = self._state.replace(cache=cache.replace(latent=latent))
+                parts.append(np.asarray(logits)[:count])
+            return np.concatenate(parts)
+        finally:
+            self._pool.release(pages)
+
     # Requests
-
-    def _check(self, request: Request) -> None:
-        prompt, params, options = request.prompt, request.params, self.options
-        if not prompt:
-            raise ValueError("the prompt has no tokens; at least one is needed to start from")
-        vocab = self.programs.model.vocab_size
-        outside = [token for token in prompt if not 0 <= token < vocab]
-        if outside:
-            raise ValueError(
-                f"the prompt has token id {outside[0]}; the vocabulary has ids 0..{vocab - 1}"
-            )
-        if len(prompt) >= options.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; the context (max_model_len) holds "
-                f"{options.max_model_len}, of which at least one must be left for the answer: "
-                f"shorten the prompt to {options.max_model_len - 1} tokens, or raise max_model_len"
-            )
-        needed = pages_for(len(prompt), options.page_size)
-        if needed > self._pool.capacity:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens and needs {needed} cache pages of "
-                f"{options.page_size}; the cache has {self._pool.capacity}: shorten the prompt to "
-                f"{self._pool.capacity * options.page_size} tokens, or give the cache more memory"
-            )
-        params.check_vocabulary(vocab)
-        for name, number, most in (
-            ("stop ids", len(self._stop_ids(request)), options.max_stop_ids),
-            ("logit_bias entries", len(params.logit_bias), options.max_logit_bias),
-        ):
-            if number > most:
-                raise ValueError(f"{number} {name}; the engine was built for at most {most}")
-        if (params.logprobs or 0) > options.max_logprobs:
-            raise ValueError(
-                f"logprobs={params.logprobs}; the engine was built for at most "
-                f"max_logprobs={options.max_logprobs}"
-            )
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this engine has none")
-
-    def _stop_ids(self, request: Request) -> tuple[int, ...]:
-        params = request.params
-        model = () if params.ignore_eos else self.programs.model.eos_token_ids
-        return tuple(dict.fromkeys((*model, *params.stop_token_ids)))
 
     def _needs(self, params) -> dict:
         return {
@@ -248,7 +240,7 @@ class Engine:
             page_table=pages,
             max_length=sequence.max_length,
             min_length=sequence.prompt_length + params.min_tokens,
-            stop_ids=self._stop_ids(sequence.request),
+            stop_ids=stop_ids(sequence.request, self.programs.model),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -303,16 +295,13 @@ class Engine:
     def _prefill(self) -> None:
         """Writes prompts into the cache, oldest first, up to the tokens that one step may spend."""
         left = self.options.prefill_tokens
-        chunk = self.options.prefill_chunk
         for sequence in self._held():
             if sequence.phase is not Phase.PREFILL:
                 continue
             end = len(sequence.tokens) - 1
             row = self._table.page_row(sequence.slot)
             while sequence.cached < end and left > 0:
-                count = min(chunk, end - sequence.cached)
-                tokens = np.zeros(chunk, np.int32)
-                tokens[:count] = sequence.tokens[sequence.cached : sequence.cached + count]
+                tokens, count = self._chunk(sequence.tokens[:end], sequence.cached)
                 self._state = self.programs.prefill(
                     self._weights,
                     self._drafter,
@@ -323,10 +312,17 @@ class Engine:
                     np.int32(count),
                 )
                 sequence.cached += count
-                left -= chunk
+                left -= len(tokens)
             if sequence.cached == end:
                 sequence.phase = Phase.DECODE
                 self._table.set(sequence.slot, length=end, token=sequence.tokens[end])
+
+    def _chunk(self, tokens: list[int], start: int) -> tuple[np.ndarray, int]:
+        """int32 [C] from `start` on, filled up with zeros, and how many are real."""
+        chunk = np.zeros(self.options.prefill_chunk, np.int32)
+        part = tokens[start : start + len(chunk)]
+        chunk[: len(part)] = part
+        return chunk, len(part)
 
     def _decode(self) -> list[Output]:
         """One call of the compiled steps over all sequences that have pages for it."""

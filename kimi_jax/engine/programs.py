@@ -121,6 +121,15 @@ class Programs:
         self.start()
         return self._futures["prefill"].result()
 
+    @property
+    def score(self) -> Program:
+        """(weights, latent, page_row, tokens, start, count) -> (logits [C, VOCAB], latent).
+
+        latent is donated. Not part of `start`: it is built when first asked for.
+        """
+        self._start("score", self._build_score)
+        return self._futures["score"].result()
+
     def new_state(self) -> State:
         """An empty cache and idle slots."""
         slots = (self.options.max_num_seqs,)
@@ -153,16 +162,20 @@ class Programs:
 
     def _build_prefill(self) -> Program:
         logging.info("compiling prefill, %d tokens a call", self.options.prefill_chunk)
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return step.prefill.lower(
-            *self._weights(),
-            self._state(),
-            jax.ShapeDtypeStruct((self.options.pages_per_sequence,), jnp.int32),
-            jax.ShapeDtypeStruct((self.options.prefill_chunk,), jnp.int32),
-            scalar,
-            scalar,
-            plan=self.plan(),
+            *self._weights(), self._state(), *self._chunk(), plan=self.plan()
         ).compile()
+
+    def _build_score(self) -> Program:
+        logging.info("compiling scoring, %d tokens a call", self.options.prefill_chunk)
+        return step.score.lower(
+            self._weights()[0], self._state().cache.latent, *self._chunk(), config=self.model
+        ).compile()
+
+    def _chunk(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """page_row, tokens, start, count."""
+        lengths = (self.options.pages_per_sequence,), (self.options.prefill_chunk,), (), ()
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lengths)
 
     def _build_decode(self, plan: StepPlan) -> Program:
         logging.info(

@@ -3,11 +3,15 @@
 import dataclasses
 import enum
 import time
+from collections import abc
 from collections.abc import Callable
 
 import numpy as np
 
+from kimi_jax.config import ModelConfig
 from kimi_jax.engine.outputs import Output, Stats, TextStream, Usage
+from kimi_jax.engine.programs import EngineOptions
+from kimi_jax.engine.slots import pages_for
 from kimi_jax.sampling import SamplingParams
 
 
@@ -18,6 +22,66 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     thinking: bool = False
+
+
+def check_request(
+    request: Request, model: ModelConfig, options: EngineOptions, has_tokenizer: bool
+) -> None:
+    """Raises ValueError if an engine of this model and these sizes can never run the request.
+
+    That is a prompt without tokens, with ids outside the vocabulary, or too long for the context or
+    the cache; more stop ids, biased ids or log-probabilities than the engine was built for; stop
+    strings without a tokenizer.
+    """
+    prompt, params = request.prompt, request.params
+    check_tokens(prompt, model)
+    if len(prompt) >= options.max_model_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens; the context (max_model_len) holds "
+            f"{options.max_model_len}, of which at least one must be left for the answer: "
+            f"shorten the prompt to {options.max_model_len - 1} tokens, or raise max_model_len"
+        )
+    needed = pages_for(len(prompt), options.page_size)
+    pages = options.num_pages - 1  # without the scratch page
+    if needed > pages:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and needs {needed} cache pages of "
+            f"{options.page_size}; the cache has {pages}: shorten the prompt to "
+            f"{pages * options.page_size} tokens, or give the cache more memory"
+        )
+    params.check_vocabulary(model.vocab_size)
+    for name, number, most in (
+        ("stop ids", len(stop_ids(request, model)), options.max_stop_ids),
+        ("logit_bias entries", len(params.logit_bias), options.max_logit_bias),
+    ):
+        if number > most:
+            raise ValueError(f"{number} {name}; the engine was built for at most {most}")
+    if (params.logprobs or 0) > options.max_logprobs:
+        raise ValueError(
+            f"logprobs={params.logprobs}; the engine was built for at most "
+            f"max_logprobs={options.max_logprobs}"
+        )
+    if params.stop and not has_tokenizer:
+        raise ValueError("stop strings need a tokenizer, and this engine has none")
+
+
+def check_tokens(tokens: abc.Sequence[int], model: ModelConfig) -> None:
+    """Raises ValueError if there are none, or one is outside the vocabulary."""
+    if not tokens:
+        raise ValueError("the prompt has no tokens; at least one is needed to start from")
+    vocab = model.vocab_size
+    outside = [token for token in tokens if not 0 <= token < vocab]
+    if outside:
+        raise ValueError(
+            f"the prompt has token id {outside[0]}; the vocabulary has ids 0..{vocab - 1}"
+        )
+
+
+def stop_ids(request: Request, model: ModelConfig) -> tuple[int, ...]:
+    """The model's end tokens, unless ignored, and the request's own."""
+    params = request.params
+    ends = () if params.ignore_eos else model.eos_token_ids
+    return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
 
 
 def noise_seed(seed: int | None, engine_seed: int, index: int) -> np.ndarray:

@@ -1,0 +1,358 @@
+"""`LLM`: the public face. Opens a checkpoint, plans memory, and hands prompts to the engine.
+
+Names are vLLM's where vLLM has the thing.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from kimi_jax import sampling
+from kimi_jax.checkpoint.read import Checkpoint, open_checkpoint
+from kimi_jax.config import ModelConfig
+from kimi_jax.engine import plan as planning
+from kimi_jax.engine.compiling import enable_persistent_cache
+from kimi_jax.engine.loop import Engine
+from kimi_jax.engine.outputs import Output, Stats, Usage
+from kimi_jax.engine.plan import MemoryPlan
+from kimi_jax.engine.programs import EngineOptions, Programs
+from kimi_jax.engine.request import Request, check_request
+from kimi_jax.model import weights as target_weights
+from kimi_jax.sampling import SamplingParams
+from kimi_jax.step import StepPlan
+from kimi_jax.text.template import render
+from kimi_jax.text.tokenizer import Tokenizer
+
+BUNDLED_MODEL = Path(__file__).parent / "assets" / "tiny-k2"
+
+type Message = Mapping[str, Any]
+type Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the messages of a conversation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished request.
+
+    text is the answer; reasoning the thoughts before it (thinking mode only). token_ids are all
+    generated ids, a final stop id included, and logprobs belong to them: raw target log-softmax at
+    temperature 1. top_logprobs: the likeliest ids at each position, if asked for.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    reasoning: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[int, float], ...] | None
+    finish_reason: str  # "stop", "length" or "abort"
+    stop_reason: str | int | None
+    usage: Usage
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything that is known before weights are read: made in a second, even for K2.6."""
+
+    folder: Path
+    config: ModelConfig
+    checkpoint: Checkpoint | None  # None: random weights
+    tokenizer: Tokenizer | None
+    dtype: Any
+    plan: MemoryPlan
+    options: EngineOptions
+
+    @property
+    def is_bundled(self) -> bool:
+        return self.folder == BUNDLED_MODEL
+
+    @property
+    def thinks(self) -> bool:
+        """A chat's mode unless told: K2.6 thinks, the bundled model has never learnt to."""
+        return not self.is_bundled
+
+    def sampling_params(self, *, thinking: bool | None = None) -> SamplingParams:
+        """How this model is meant to be sampled, from its card."""
+        if self.is_bundled:
+            return sampling.TINY
+        thinking = self.thinks if thinking is None else thinking
+        return sampling.THINKING if thinking else sampling.INSTANT
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, thinking: bool | None = None
+    ) -> Request:
+        """The request for a prompt; raises ValueError if the engine could never run it."""
+        chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+        thinking = self.thinks if thinking is None else thinking
+        if not isinstance(prompt, str) and not chat:
+            ids = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise ValueError(
+                f"{self.folder} has no tokenizer (tiktoken.model): give prompts as token ids"
+            )
+        elif isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = self.tokenizer.encode_rendered(render(prompt, thinking=thinking))
+        request = Request(
+            prompt=tuple(ids),
+            params=params or self.sampling_params(thinking=thinking and chat),
+            thinking=thinking and chat,
+        )
+        check_request(request, self.config, self.options, self.tokenizer is not None)
+        return request
+
+    def plans_for(self, programs: Programs, requests: Sequence[Request]) -> list[StepPlan]:
+        """The decoding programs that these requests need, as few as do for all of them."""
+        params = [request.params for request in requests]
+        return [
+            programs.plan(
+                budget=self.options.tree_budget,
+                sampled=not params or any(p.temperature > 0 for p in params),
+                num_logprobs=self.options.max_logprobs if any(p.logprobs for p in params) else 0,
+            )
+        ]
+
+
+def set_up(
+    model: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    load_format: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    page_size: int = EngineOptions.page_size,
+    gpu_memory_utilization: float = 0.9,
+    max_logprobs: int = EngineOptions.max_logprobs,
+    seed: int = 0,
+) -> Setup:
+    """Checks a model's folder and this machine against each other, and reads no weights.
+
+    Args:
+      model: a Hugging Face folder; None: the bundled tiny-k2.
+      dtype: "bfloat16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.
+      load_format: "auto" reads the checkpoint; "dummy" needs config.json only and draws weights.
+      max_model_len: longest context in tokens; None: the model's, or what fits.
+      max_num_seqs: sequences that run at a time; None: see `engine.plan.DEFAULT_SEQS`.
+      page_size: tokens a cache page.
+      gpu_memory_utilization: share of the memory that may be used.
+      max_logprobs: the most that a request may ask for.
+      seed: for requests without one, see `engine.request.noise_seed`.
+
+    Raises:
+      ValueError: an unsupported configuration or a damaged folder, by name; a size that cannot be.
+      engine.plan.DoesNotFit: with the numbers.
+    """
+    folder = BUNDLED_MODEL if model is None else Path(model).expanduser()
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format={load_format!r}: expected 'auto' or 'dummy'")
+    if dtype not in (None, "bfloat16", "float32"):
+        raise ValueError(f"dtype={dtype!r}: expected 'bfloat16' or 'float32'")
+    planning.reserve_gpu_memory(gpu_memory_utilization)
+    checkpoint = open_checkpoint(folder) if load_format == "auto" else None
+    config = checkpoint.config if checkpoint else ModelConfig.from_hf(folder)
+    memory = planning.local_memory(gpu_memory_utilization)
+    kind = jnp.dtype(dtype or ("float32" if memory.platform == "cpu" else "bfloat16"))
+    tokenizer = None
+    if (folder / "tiktoken.model").exists() or load_format == "auto":
+        tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
+    plan = planning.make_plan(
+        config,
+        None,
+        dtype=kind,
+        memory=memory,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        page_size=page_size,
+    )
+    options = EngineOptions(
+        max_num_seqs=plan.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        num_pages=plan.num_pages,
+        page_size=page_size,
+        max_logprobs=max_logprobs,
+        seed=seed,
+    )
+    return Setup(
+        folder=folder,
+        config=config,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        dtype=kind,
+        plan=plan,
+        options=options,
+    )
+
+
+class LLM:
+    """A loaded model.
+
+    >>> llm = LLM()
+    >>> [result] = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=16))
+    >>> result.text
+
+    Requests of several generators from `stream` share the engine; use one thread.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        progress: bool = False,
+        **options,
+    ):
+        """model and options: see `set_up`. progress: whether to show bars on stderr."""
+        self._start(set_up(model, **options), requests=(), progress=progress)
+
+    @classmethod
+    def from_setup(
+        cls, setup: Setup, *, requests: Sequence[Request] = (), progress: bool = False
+    ) -> "LLM":
+        """Loads what `set_up` found, with the programs that `requests` need."""
+        llm = cls.__new__(cls)
+        llm._start(setup, requests=requests, progress=progress)
+        return llm
+
+    def _start(self, setup: Setup, *, requests: Sequence[Request], progress: bool) -> None:
+        self.setup = setup
+        enable_persistent_cache()
+        programs = Programs(setup.config, None, setup.options, setup.dtype)
+        plans = setup.plans_for(programs, requests)
+        programs.start(*plans)  # compiles while the weights are read
+        if setup.checkpoint:
+            weights = setup.checkpoint.load(dtype=setup.dtype, progress=progress)
+        else:
+            logging.info("drawing random weights: the text will mean nothing")
+            weights = target_weights.random(setup.config, setup.dtype, jax.random.key(0))
+        self.engine = Engine(programs, weights, tokenizer=setup.tokenizer)
+        self.engine.warm_up(*plans)
+        self._outputs: dict[int, collections.deque[Output]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.setup.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool | None = None,
+    ) -> list[Result]:
+        """Continues one prompt or many; results in the order of the prompts.
+
+        Args:
+          prompts: text, token ids or messages, or a list of such. Text is continued as it is;
+            messages are put into the chat template.
+          sampling_params: for all, or one each; None: the model's own.
+          thinking: for messages; None: the model's habit.
+        """
+        prompts = [prompts] if _is_one(prompts) else list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params: list[SamplingParams | None] = [sampling_params] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts")
+        requests = [
+            self.setup.request(prompt, one, thinking=thinking)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+        ids = [self._add(request) for request in requests]
+        try:
+            return [
+                gather(request, self._outputs_of(index))
+                for request, index in zip(requests, ids, strict=True)
+            ]
+        finally:
+            for index in ids:
+                self._drop(index)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+    ) -> Iterator[Output]:
+        """Continues one prompt, piece by piece. Closing the generator aborts the request."""
+        request = self.setup.request(prompt, sampling_params, thinking=thinking)
+
+        def outputs() -> Iterator[Output]:
+            index = self._add(request)
+            try:
+                yield from self._outputs_of(index)
+            finally:
+                self._drop(index)
+
+        return outputs()
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool | None = None,
+    ) -> list[Result]:
+        """Answers one conversation or many; a message is {"role": ..., "content": ...}."""
+        return self.generate(messages, sampling_params, thinking=thinking)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Teacher-forced logits, float32 [T, VOCAB]: row t is what follows token t."""
+        return self.engine.score([int(token) for token in token_ids])
+
+    def _add(self, request: Request) -> int:
+        index = self.engine.add(request)
+        self._outputs[index] = collections.deque()
+        return index
+
+    def _outputs_of(self, index: int) -> Iterator[Output]:
+        """Steps the engine until the request has ended; the others' outputs wait for them."""
+        mine = self._outputs[index]
+        while True:
+            while not mine:
+                for output in self.engine.step():
+                    self._outputs[output.request_id].append(output)
+            output = mine.popleft()
+            yield output
+            if output.finished:
+                return
+
+    def _drop(self, index: int) -> None:
+        self.engine.abort(index)
+        del self._outputs[index]
+
+
+def gather(request: Request, outputs: Iterator[Output] | Sequence[Output]) -> Result:
+    """Joins the outputs of a request, the last one included."""
+    outputs = list(outputs)
+    last = outputs[-1]
+    assert last.finish_reason and last.usage and last.stats
+    tops = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
+    return Result(
+        prompt_token_ids=request.prompt,
+        text="".join(output.text for output in outputs),
+        reasoning="".join(output.reasoning for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(value for output in outputs for value in output.logprobs),
+        top_logprobs=tuple(row for top in tops for row in top) if tops else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=last.usage,
+        stats=last.stats,
+    )
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt, and not a list of them."""
+    if isinstance(prompts, str) or not len(prompts):
+        return isinstance(prompts, str)
+    return isinstance(prompts[0], int | np.integer | Mapping)
