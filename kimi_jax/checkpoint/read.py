@@ -109,10 +109,10 @@ class Checkpoint:
         return loading.finish()
 
     def peak_host_bytes(self, dtype: Any) -> int:
-        """The most bytes that `load` holds at a time beyond the arrays it has completed.
+        """An upper bound of what `load` holds on the host beyond the arrays it has completed.
 
-        Parameters that are begun and not complete, and the tensor being read where its bytes
-        cannot go straight into its place.
+        Parameters that are begun and not complete, and one tensor whose bytes cannot go straight
+        into their place.
         """
         sizes = {
             leaf: math.prod(p.shape) * p.dtype.itemsize

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 SINGLE = "model.safetensors"
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
-        "BF16": ml_dtypes.bfloat16,
+        "BF16": jnp.bfloat16,
         "F16": np.float16,
         "F32": np.float32,
         "F64": np.float64,
@@ -137,7 +137,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
     try:
         shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         # A shard lies in the folder itself; an index cannot send the reader elsewhere.
-        fine = bool(shard_of) and all(Path(name).name == name for name in shard_of.values())
+        fine = shard_of and all(Path(name).name == name for name in set(shard_of.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not a safetensors index ({error!r}); incomplete download?"
