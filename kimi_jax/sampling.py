@@ -337,8 +337,7 @@ def draw(
     # is scalar, and so is the noise that it fuses into it: 0.9 against 0.4 ms for [9, 2048].
     vocab = score.shape[-1]
     reaches = score == jnp.max(score, axis=-1, keepdims=True)
-    lowest = jnp.min(jnp.where(reaches, jnp.arange(vocab, dtype=jnp.int32), vocab), axis=-1)
-    return jnp.minimum(lowest, vocab - 1)  # of NaN none reaches it; the id stays one of the row's
+    return jnp.min(jnp.where(reaches, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -76,12 +76,9 @@ def render(
         )
     for index, message in enumerate(messages):
         _check(index, message)
-    if preserve_thinking:
-        first_kept = 0
-    elif thinking:
-        first_kept = first_kept_reasoning(messages)
-    else:
-        first_kept = len(messages)
+    first_kept = first_kept_reasoning(
+        messages, thinking=thinking, preserve_thinking=preserve_thinking
+    )
     pieces: list[Piece] = []
     for index, message in enumerate(messages):
         pieces += _turn(index, message, keep_reasoning=index >= first_kept)
@@ -103,12 +100,19 @@ def render_text(messages: Sequence[Message], **options: Any) -> str:
     return "".join(piece.name if isinstance(piece, Control) else piece.text for piece in pieces)
 
 
-def first_kept_reasoning(messages: Sequence[Message]) -> int:
-    """Index of the first message whose reasoning is rendered in thinking mode.
+def first_kept_reasoning(
+    messages: Sequence[Message], *, thinking: bool, preserve_thinking: bool
+) -> int:
+    """Index of the first message whose reasoning is rendered; it is left out of earlier ones.
 
-    Thoughts that led to a finished answer are dropped: everything up to the last assistant message
-    without tool calls. Those behind a chain of tool calls still in progress are kept.
+    `preserve_thinking` keeps all. Otherwise, in thinking mode, thoughts that led to a finished
+    answer are dropped (everything up to the last assistant message without tool calls), and those
+    of a chain of tool calls still in progress are kept; in instant mode none is.
     """
+    if preserve_thinking:
+        return 0
+    if not thinking:
+        return len(messages)
     finished = [
         index
         for index, message in enumerate(messages)

@@ -120,9 +120,7 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """The rest, once no id follows. The decoder is then ready for another text."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return rest
+        return self._utf8.decode(b"", final=True)
 
 
 class Tokenizer:

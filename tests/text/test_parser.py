@@ -23,6 +23,11 @@ def test_a_leading_think_marker_is_dropped(tokenizer):
     assert (result.reasoning, result.content, result.closed) == ("a", "b", True)
 
 
+def test_a_later_think_marker_is_a_word_of_the_thought(tokenizer):
+    result = parsed(tokenizer, Text("a"), OPEN, Text("c"), CLOSE, Text("b"))
+    assert (result.reasoning, result.content) == ("a<think>c", "b")
+
+
 def test_an_immediate_close_gives_content_only(tokenizer):
     result = parsed(tokenizer, CLOSE, Text("b"))
     assert (result.reasoning, result.content) == ("", "b")

@@ -51,11 +51,26 @@ def test_thoughts_of_finished_turns_are_dropped_unless_preserved(options, turn, 
 def test_thoughts_behind_a_chain_of_tool_calls_are_kept():
     call = {"role": "assistant", "tool_calls": [{}]}
     result = {"role": "tool", "tool_call_id": "functions.f:0"}
-    assert first_kept_reasoning([USER]) == 0
-    assert first_kept_reasoning([USER, THOUGHT, AGAIN]) == 2
-    assert first_kept_reasoning([USER, THOUGHT, AGAIN, call, result]) == 2
-    assert first_kept_reasoning([USER, call, result]) == 0
-    assert first_kept_reasoning([USER, call, result, THOUGHT]) == 4
+
+    def first_kept(*messages):
+        return first_kept_reasoning(messages, thinking=True, preserve_thinking=False)
+
+    assert first_kept(USER) == 0
+    assert first_kept(USER, THOUGHT, AGAIN) == 2
+    assert first_kept(USER, THOUGHT, AGAIN, call, result) == 2
+    assert first_kept(USER, call, result) == 0
+    assert first_kept(USER, call, result, THOUGHT) == 4
+
+
+def test_instant_mode_keeps_no_thoughts_and_preserve_thinking_keeps_all():
+    messages = [USER, {"role": "assistant", "tool_calls": [{}]}]
+    assert first_kept_reasoning(messages, thinking=False, preserve_thinking=False) == 2
+    for thinking in (True, False):
+        assert first_kept_reasoning(messages, thinking=thinking, preserve_thinking=True) == 0
+
+
+def test_the_first_messages_thoughts_are_preserved_too():
+    assert render_text([THOUGHT], preserve_thinking=True) == FULL_THINK + THINKING_PROMPT
 
 
 @pytest.mark.parametrize(
