@@ -251,6 +251,35 @@ def published_logits(config, tensors, embed, lm_head, features, anchor, switches
         )[0, 1:].numpy()
 
 
+def mistake_sensitivity(config, tensors, embed, lm_head, features, token_ids) -> dict[str, float]:
+    """How far some context's logits move when one detail is wrong; refuses if hardly at all."""
+    right = Drafter(config, tensors, embed, lm_head)
+    swapped = np.split(tensors["fc.weight"], len(TAPS), axis=1)[::-1]
+    mistakes = {
+        "window_one_more": (right, Switches(window=WINDOW + 1)),
+        "window_one_less": (right, Switches(window=WINDOW - 1)),
+        "other_causality": (right, Switches(sliding_causal=True)),
+        "other_amplitude": (right, Switches(amplitude=1.02)),
+        "other_epsilon": (
+            Drafter(config | {"rms_norm_eps": 1e-6}, tensors, embed, lm_head),
+            Switches(),
+        ),
+        "taps_in_other_order": (
+            Drafter(config, tensors | {"fc.weight": np.concatenate(swapped, 1)}, embed, lm_head),
+            Switches(),
+        ),
+    }
+    differences = {}
+    for name, (wrong, switches) in mistakes.items():
+        differences[name] = max(
+            float(np.abs(wrong.logits(*case, switches) - right.logits(*case, Switches())).max())
+            for case in ((features[:, :s], int(token_ids[s])) for s in CONTEXTS)
+        )
+        if differences[name] < 1e-2:
+            raise RuntimeError(f"{name} would go unnoticed ({differences[name]:.1e})")
+    return differences
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = Path(__file__).parent
@@ -300,8 +329,9 @@ def main() -> None:
             for other, logits in others.items():
                 apart[other] = max(apart[other], float(np.abs(logits - rows[-1]).max()))
         outputs[name] = np.stack(rows).astype(np.float32)
-    if max(apart.values()) > 2e-5:
+    if max(apart.values()) > 3e-5:
         raise RuntimeError(f"the implementations disagree: {apart}")
+    mistakes = mistake_sensitivity(config, tensors, embed, lm_head, features, token_ids)
 
     context, positions = exact.context(features[:, :KV_CONTEXT]), np.arange(KV_CONTEXT)
     pairs = [exact.keys_values(i, context, positions, 1.0) for i in range(len(LAYER_TYPES))]
@@ -323,10 +353,7 @@ def main() -> None:
         "cases": cases,
         "kv_context": KV_CONTEXT,
         "largest_difference_from": apart,
-        "largest_difference_between_switches": {
-            name: float(np.abs(outputs[name] - outputs["logits"]).max(axis=(1, 2)).min())
-            for name in ("logits_causal", "logits_scaled")
-        },
+        "largest_difference_of_a_mistake": mistakes,
         "sha256": {
             str(p.relative_to(args.out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
         },
