@@ -7,7 +7,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -90,25 +90,27 @@ class Setup:
         self, prompt: Prompt, params: SamplingParams | None = None, *, thinking: bool | None = None
     ) -> Request:
         """The request for a prompt; raises ValueError if the engine could never run it."""
-        chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-        thinking = self.thinks if thinking is None else thinking
-        if not isinstance(prompt, str) and not chat:
-            ids = [int(token) for token in prompt]
-        elif self.tokenizer is None:
-            raise ValueError(
-                f"{self.folder} has no tokenizer (tiktoken.model): give prompts as token ids"
-            )
-        elif isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = self.tokenizer.encode_rendered(render(prompt, thinking=thinking))
+        chat = _is_conversation(prompt)
+        thinking = chat and (self.thinks if thinking is None else thinking)
         request = Request(
-            prompt=tuple(ids),
-            params=params or self.sampling_params(thinking=thinking and chat),
-            thinking=thinking and chat,
+            prompt=tuple(self._encode(prompt, thinking)),
+            params=params or self.sampling_params(thinking=thinking),
+            thinking=thinking,
         )
         check_request(request, self.config, self.options, self.tokenizer is not None)
         return request
+
+    def _encode(self, prompt: Prompt, thinking: bool) -> list[int]:
+        if _is_token_ids(prompt):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.folder} has no tokenizer (tiktoken.model): give prompts as token ids"
+            )
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        assert _is_conversation(prompt)
+        return self.tokenizer.encode_rendered(render(prompt, thinking=thinking))
 
     def plans_for(self, programs: Programs, requests: Sequence[Request]) -> list[StepPlan]:
         """The decoding programs that these requests need, as few as do for all of them."""
@@ -255,7 +257,7 @@ class LLM:
           sampling_params: for all, or one each; None: the model's own.
           thinking: for messages; None: the model's habit.
         """
-        prompts = [prompts] if _is_one(prompts) else list(prompts)
+        prompts = _listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: list[SamplingParams | None] = [sampling_params] * len(prompts)
         else:
@@ -351,8 +353,18 @@ def gather(request: Request, outputs: Iterator[Output] | Sequence[Output]) -> Re
     )
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt, and not a list of them."""
-    if isinstance(prompts, str) or not len(prompts):
-        return isinstance(prompts, str)
-    return isinstance(prompts[0], int | np.integer | Mapping)
+def _is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    return not isinstance(prompt, str) and not _is_conversation(prompt)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of one."""
+    several: Any = prompts
+    one = isinstance(several, str) or (
+        len(several) > 0 and isinstance(several[0], int | np.integer | Mapping)
+    )
+    return [several] if one else list(several)

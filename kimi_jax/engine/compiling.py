@@ -4,6 +4,7 @@ import dataclasses
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -66,13 +67,13 @@ class CompileCounter:
         """Programs that XLA compiled: those that the cache did not hold."""
         return self.built - self.from_cache
 
-    def on_duration(self, event: str, duration: float, **_) -> None:
+    def on_duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             with self._lock:
                 self.built += 1
-                self.seconds += duration
+                self.seconds += duration_secs
 
-    def on_event(self, event: str, **_) -> None:
+    def on_event(self, event: str, **kwargs: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
             with self._lock:
                 self.from_cache += 1

@@ -15,6 +15,7 @@ depend on its seed and positions only.
 import collections
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -168,7 +169,7 @@ class Engine:
                 logits, latent = self.programs.score(
                     self._weights, cache.latent, row, chunk, np.int32(start), np.int32(count)
                 )
-                self._state = self._state.replace(cache=cache.replace(latent=latent))
+                self._state = replace(self._state, cache=replace(cache, latent=latent))
                 parts.append(np.asarray(logits)[:count])
             return np.concatenate(parts)
         finally:
@@ -252,9 +253,9 @@ class Engine:
         )
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self._table.clear(sequence.slot)
-        self._slots[sequence.slot] = None
+        slot = sequence.held_slot
+        self._table.clear(slot)
+        self._slots[slot] = None
         self._pool.release(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
@@ -277,7 +278,7 @@ class Engine:
                 if len(sequence.tokens) < fits:
                     ready.append(sequence)
                 self._table.set(
-                    sequence.slot,
+                    sequence.held_slot,
                     page_table=sequence.pages,
                     max_length=min(sequence.max_length, fits),
                 )
@@ -299,7 +300,7 @@ class Engine:
             if sequence.phase is not Phase.PREFILL:
                 continue
             end = len(sequence.tokens) - 1
-            row = self._table.page_row(sequence.slot)
+            row = self._table.page_row(sequence.held_slot)
             while sequence.cached < end and left > 0:
                 tokens, count = self._chunk(sequence.tokens[:end], sequence.cached)
                 self._state = self.programs.prefill(
@@ -315,7 +316,7 @@ class Engine:
                 left -= len(tokens)
             if sequence.cached == end:
                 sequence.phase = Phase.DECODE
-                self._table.set(sequence.slot, length=end, token=sequence.tokens[end])
+                self._table.set(sequence.held_slot, length=end, token=sequence.tokens[end])
 
     def _chunk(self, tokens: list[int], start: int) -> tuple[np.ndarray, int]:
         """int32 [C] from `start` on, filled up with zeros, and how many are real."""
@@ -330,7 +331,7 @@ class Engine:
         if not ready:
             return []
         for sequence in self._decoding():
-            self._table.set(sequence.slot, active=sequence in ready)
+            self._table.set(sequence.held_slot, active=sequence in ready)
         for sequence in ready:
             sequence.begin_call()
         host = self._run(self._plan(ready))
@@ -351,8 +352,7 @@ class Engine:
 
     def _collect(self, sequence: Sequence, host: StepOutput) -> Output:
         """Takes a sequence's share of a call's outputs, up to where it ends."""
-        slot = sequence.slot
-        assert slot is not None
+        slot = sequence.held_slot
         stopped, finish = False, 0
         for step in range(host.count.shape[0]):
             count = int(host.count[step, slot])

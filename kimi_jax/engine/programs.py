@@ -4,8 +4,8 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from absl import logging
 from jax.typing import DTypeLike
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from kimi_jax import cache, step
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine.compiling import compile_counter
-from kimi_jax.engine.slots import SlotTable, pages_for
+from kimi_jax.engine.slots import SlotTable, abstract_array, pages_for
 from kimi_jax.model import weights as target_weights
 from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.step import State, StepPlan
@@ -50,7 +50,7 @@ class EngineOptions:
         return pages_for(self.max_model_len, self.page_size)
 
 
-Program = Callable[..., object]
+Program = Callable[..., Any]
 
 
 class Programs:
@@ -172,10 +172,10 @@ class Programs:
             self._weights()[0], self._state().cache.latent, *self._chunk(), config=self.model
         ).compile()
 
-    def _chunk(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _chunk(self) -> tuple[Any, ...]:
         """page_row, tokens, start, count."""
         lengths = (self.options.pages_per_sequence,), (self.options.prefill_chunk,), (), ()
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lengths)
+        return tuple(abstract_array(shape, jnp.int32) for shape in lengths)
 
     def _build_decode(self, plan: StepPlan) -> Program:
         logging.info(
@@ -210,9 +210,9 @@ class Programs:
                 page_size=self.options.page_size,
                 dtype=self.dtype,
             ),
-            length=jax.ShapeDtypeStruct(slots, jnp.int32),
-            token=jax.ShapeDtypeStruct(slots, jnp.int32),
-            active=jax.ShapeDtypeStruct(slots, jnp.bool_),
+            length=abstract_array(slots, jnp.int32),
+            token=abstract_array(slots, jnp.int32),
+            active=abstract_array(slots, jnp.bool_),
         )
 
 

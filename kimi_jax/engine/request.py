@@ -142,6 +142,12 @@ class Sequence:
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def held_slot(self) -> int:
+        """Its slot, which it has from PREFILL on."""
+        assert self.slot is not None
+        return self.slot
+
     def begin_call(self) -> None:
         """A decoding call that this sequence takes part in is about to start."""
         self._call_start = self.clock()

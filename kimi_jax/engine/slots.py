@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from kimi_jax.step import Control, State
 
@@ -78,6 +80,11 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def abstract_array(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """A shape and a type, to stand where a class announces an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 class SlotTable:
     """The host's copy of what it tells the device about its slots: `Control`, and the three arrays
     of `State` that a slot starts from.
@@ -117,7 +124,7 @@ class SlotTable:
         """Shapes and types of the control block."""
         return Control(
             **{
-                name: jax.ShapeDtypeStruct(self._host[name].shape, self._host[name].dtype)
+                name: abstract_array(self._host[name].shape, self._host[name].dtype)
                 for name in _CONTROL
             }
         )
@@ -152,7 +159,9 @@ class SlotTable:
     def control(self) -> Control:
         """The control block on the device."""
         sent = self._send(_CONTROL)
-        self._control = self._control.replace(**sent) if self._control else Control(**sent)
+        self._control = (
+            dataclasses.replace(self._control, **sent) if self._control else Control(**sent)
+        )
         return self._control
 
     def place(self, state: State) -> State:
@@ -160,7 +169,7 @@ class SlotTable:
         if self._changed.isdisjoint(self._STATE):
             return state
         self._changed.update(self._STATE)
-        return state.replace(**self._send(self._STATE))
+        return dataclasses.replace(state, **self._send(self._STATE))
 
     def _send(self, names: Iterable[str]) -> dict[str, jax.Array]:
         sending = {name: self._host[name] for name in names if name in self._changed}

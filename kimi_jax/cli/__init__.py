@@ -1,0 +1,1 @@
+"""What main.py does: arguments, prompts, the run, the report. No maths."""

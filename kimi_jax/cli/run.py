@@ -1,0 +1,333 @@
+"""One run of main.py: set up, load, generate while text streams out, report."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, TextIO
+
+from absl import logging
+from tqdm import tqdm
+
+from kimi_jax.cli import prompts, report
+from kimi_jax.cli.prompts import Job
+from kimi_jax.engine import plan as planning
+from kimi_jax.engine.outputs import Output
+from kimi_jax.engine.request import Request
+from kimi_jax.llm import LLM, Message, Result, Setup, gather, set_up
+
+INTERRUPTED = 130  # exit code: 128 + SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+LONG_READ = 1 << 28  # bytes; a progress bar for less would only flash up
+BUNDLED_MAX_TOKENS = 512  # the small model rarely has more to say
+
+
+class ReaderGone(Exception):
+    """Nobody reads stdout any more."""
+
+
+class Interrupt:
+    """Ctrl-C asks for the end of the run; a second one ends the process."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator["Interrupt"]:
+        previous = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            os._exit(INTERRUPTED)
+        self.requested = True
+
+
+class Printer:
+    """Streams texts to stdout, one request after the other in their order."""
+
+    def __init__(self, stream: TextIO | None, count: int):
+        self._stream = stream
+        self._held: list[list[Output]] = [[] for _ in range(count)]
+        self._current = 0
+        self._in_reasoning = False
+        self._at_line_start = True
+
+    def take(self, number: int, output: Output) -> None:
+        """Prints what belongs to the request that is being shown, and keeps the rest for later."""
+        if self._stream is None:
+            return
+        self._held[number].append(output)
+        while self._current < len(self._held):
+            waiting, finished = self._held[self._current], False
+            while waiting:
+                shown = waiting.pop(0)
+                self._show(shown)
+                finished = shown.finished
+            if not finished:
+                return
+            self._close()
+            self._current += 1
+
+    def _show(self, output: Output) -> None:
+        if output.reasoning:
+            if not self._in_reasoning:
+                self._write("<think>")
+                self._in_reasoning = True
+            self._write(output.reasoning)
+        if output.text:
+            if self._in_reasoning:
+                self._write("</think>\n\n")
+                self._in_reasoning = False
+            self._write(output.text)
+
+    def _close(self) -> None:
+        self._in_reasoning = False
+        if not self._at_line_start:
+            self._write("\n")
+        if self._current + 1 < len(self._held):
+            self._write("\n")  # an empty line between two texts
+
+    def _write(self, text: str) -> None:
+        assert self._stream is not None
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+        self._at_line_start = text.endswith("\n")
+
+
+class Trace:
+    """Profiles decoding calls of a run: the second one and those after it, `steps` steps in all."""
+
+    def __init__(self, folder: str | None, steps: int, steps_per_call: int):
+        self._folder = folder
+        self._first, self._last = 2, 1 + max(1, -(-steps // steps_per_call))
+        self._calls = 0
+        self._running = False
+
+    def before_call(self) -> None:
+        self._calls += 1
+        if self._folder and self._calls == self._first:
+            import jax
+
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after_call(self) -> None:
+        if self._calls == self._last:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._running:
+            import jax
+
+            jax.profiler.stop_trace()
+            self._running = False
+            logging.info("profile written to %s", self._folder)
+
+
+def run(flags: Any) -> int:
+    """Does what the flags say; returns the exit code.
+
+    Raises ValueError, NotImplementedError or OSError with a message for the user, before any long
+    work where that is possible.
+    """
+    if flags.output_json and flags.output_json != "-":
+        report.check_writable(flags.output_json)
+    jobs = [] if flags.dry_run or flags.interactive else read_jobs(flags)
+    setup = set_up(
+        flags.model,
+        dtype=flags.dtype,
+        load_format=flags.load_format,
+        max_model_len=flags.max_model_len,
+        max_num_seqs=flags.max_num_seqs or min(len(jobs), 8) or None,
+        page_size=flags.page_size,
+        gpu_memory_utilization=flags.gpu_memory_utilization,
+        seed=flags.seed,
+    )
+    if flags.dry_run:
+        print(describe(setup))
+        return 0
+    sampling = sampling_of(flags, setup)
+    if flags.interactive:
+        return converse(flags, setup, sampling)
+    requests = [job.request(setup, sampling, flags.thinking) for job in jobs]
+    llm = load(setup, requests)
+    with Interrupt().watch() as interrupt:
+        return batch(flags, llm, requests, interrupt)
+
+
+def read_jobs(flags: Any) -> list[Job]:
+    """The prompts, from the one place that was given."""
+    options = {"chat": flags.chat, "system": flags.system}
+    if flags.prompt is not None:
+        return [prompts.job(flags.prompt, where="--prompt", **options)]
+    if flags.prompt_file is not None:
+        return prompts.read_file(flags.prompt_file, **options)
+    return [prompts.job(sys.stdin.read(), where="standard input", **options)]
+
+
+def sampling_of(flags: Any, setup: Setup) -> dict[str, Any]:
+    """Fields of SamplingParams that the command line gives."""
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "logprobs")
+    sampling = {name: flags[name].value for name in names if flags[name].value is not None}
+    if setup.is_bundled:
+        least = BUNDLED_MAX_TOKENS
+        sampling.setdefault("max_tokens", max(least, sampling.get("min_tokens", 0)))
+    return {**sampling, "ignore_eos": flags.ignore_eos, "stop": tuple(flags.stop or ())}
+
+
+def describe(setup: Setup) -> str:
+    """The memory plan and what runs each op, for --dry_run."""
+    ops = ", ".join(f"{name}: {how}" for name, how in planning.op_implementations().items())
+    layers, experts = setup.config.num_hidden_layers, setup.config.n_routed_experts
+    return "\n".join(
+        [
+            f"{'model':<10} {setup.folder} ({layers} layers, {experts} experts, {setup.dtype})",
+            *setup.plan.lines(),
+            f"{'ops':<10} {ops}",
+        ]
+    )
+
+
+def load(setup: Setup, requests: Sequence[Request]) -> LLM:
+    started = time.perf_counter()
+    long = setup.checkpoint is not None and setup.checkpoint.bytes_used > LONG_READ
+    llm = LLM.from_setup(setup, requests=requests, progress=long)
+    ops = planning.op_implementations()
+    logging.info(
+        "%s in %s, ready after %.1f s; %d programs built, %d of them from the cache; %s",
+        setup.folder.name,
+        setup.dtype,
+        time.perf_counter() - started,
+        llm.engine.compilations,
+        llm.engine.programs.counter.from_cache,
+        ", ".join(f"{name}: {how}" for name, how in ops.items()),
+    )
+    return llm
+
+
+def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrupt) -> int:
+    """Generates for all requests, reports, and returns the exit code."""
+    quiet = flags.output_json == "-"
+    trace = Trace(flags.profile_dir, flags.profile_steps, llm.setup.options.steps_per_call)
+    printer = Printer(None if quiet else sys.stdout, len(requests))
+    started = time.perf_counter()
+    code = 0
+    outputs: list[list[Output]] = []
+    try:
+        bar = tqdm(
+            total=len(requests),
+            unit="prompt",
+            disable=len(requests) == 1 or (sys.stdout.isatty() and not quiet),
+        )
+        with bar:
+            for number, output in generate(llm, requests, outputs, interrupt, trace):
+                bar.update(output.finished)
+                if code == 0:
+                    try:
+                        printer.take(number, output)
+                    except ReaderGone:
+                        code, interrupt.requested = BROKEN_PIPE, True
+    finally:
+        trace.stop()
+    if interrupt.requested and code == 0:
+        code = INTERRUPTED
+    results = [gather(*pair) for pair in zip(requests, outputs, strict=True)]
+    if flags.output_json:
+        wants = [request.params.logprobs is not None for request in requests]
+        entries = [
+            report.as_json(result, logprobs=want)
+            for result, want in zip(results, wants, strict=True)
+        ]
+        try:
+            report.write_json(flags.output_json, entries)
+        except BrokenPipeError:
+            code = BROKEN_PIPE
+    print(report.summary(results, time.perf_counter() - started), file=sys.stderr)
+    if code == BROKEN_PIPE:
+        # What stdout still buffers has no reader: keep the interpreter from flushing it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def generate(
+    llm: LLM,
+    requests: Sequence[Request],
+    outputs: list[list[Output]],
+    interrupt: Interrupt,
+    trace: Trace,
+) -> Iterator[tuple[int, Output]]:
+    """Yields (number of the request, output) and keeps all outputs in `outputs`, by request.
+
+    When the interrupt is requested, what still runs is aborted: every request gets its last output.
+    """
+    engine = llm.engine
+    numbers = {engine.add(request): number for number, request in enumerate(requests)}
+    outputs.extend([] for _ in requests)
+    while engine.busy:
+        if interrupt.requested:
+            ended = [engine.abort(index) for index in numbers]
+            step = [output for output in ended if output is not None]
+        else:
+            trace.before_call()
+            step = engine.step()
+            trace.after_call()
+        for output in step:
+            number = numbers[output.request_id]
+            outputs[number].append(output)
+            yield number, output
+
+
+def converse(flags: Any, setup: Setup, sampling: dict[str, Any]) -> int:
+    """A conversation on the terminal: one line a message, Ctrl-C cuts an answer short."""
+    llm = load(setup, ())
+    messages: list[Message] = []
+    if flags.system:
+        messages.append({"role": "system", "content": flags.system})
+    print("Type a message; Ctrl-C cuts an answer short, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        text = ask()
+        if text is None:
+            return 0
+        if not text.strip():
+            continue
+        turn = [*messages, {"role": "user", "content": text}]
+        job = Job(prompt=turn if flags.chat else text, where="message", sampling={})
+        try:
+            request = job.request(setup, sampling, flags.thinking)
+        except ValueError as error:
+            print(f"{error}", file=sys.stderr)
+            continue
+        with Interrupt().watch() as interrupt:
+            result = answer(llm, request, interrupt)
+        messages = [*turn, {"role": "assistant", "content": result.text}]
+
+
+def ask() -> str | None:
+    """The user's next line; None at the end of input."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if line:
+        return line.rstrip("\n")
+    print(file=sys.stderr)
+    return None
+
+
+def answer(llm: LLM, request: Request, interrupt: Interrupt) -> Result:
+    printer = Printer(sys.stdout, 1)
+    outputs: list[list[Output]] = []
+    started = time.perf_counter()
+    for number, output in generate(llm, [request], outputs, interrupt, Trace(None, 0, 1)):
+        printer.take(number, output)
+    result = gather(request, outputs[0])
+    print(report.summary([result], time.perf_counter() - started), file=sys.stderr)
+    return result
