@@ -42,7 +42,7 @@ def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.n
 def _tables(
     dim: int, theta: float, yarn: YarnConfig | None, max_position: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [2, ceil(max / 512) + 1, dim / 2] and [2, 512, dim / 2]: cos, sin, coarse and fine."""
+    """Coarse float32 [2, ceil(max / 512) + 1, dim / 2] and fine [2, 512, dim / 2]: cos, sin."""
     frequencies = inverse_frequencies(dim, theta, yarn)
 
     def table(rows: int, stride: int) -> np.ndarray:
