@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -99,7 +98,7 @@ def random(tree: Any, key: jax.Array, shardings: Any = None) -> Any:
     places = [None] * len(params) if shardings is None else treedef.flatten_up_to(shardings)
     salts = jax.random.bits(key, (len(params), 2), jnp.uint32)
     drawn = [
-        _draw(salt, param=p, sharding=place)
+        jax.jit(values, static_argnames="param", out_shardings=place)(salt, param=p)
         for p, place, salt in zip(params, places, salts, strict=True)
     ]
     return jax.tree.unflatten(treedef, drawn)
@@ -110,9 +109,8 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
-@partial(jax.jit, static_argnames=("param", "sharding"))
-def _draw(salt: jax.Array, *, param: Param, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Values of one parameter from two 32-bit salts.
+def values(salt: jax.Array, param: Param) -> jax.Array:
+    """Random values of one parameter, from two 32-bit words of randomness.
 
     Each element hashes its own index, so XLA fuses the whole computation into the write of the
     result. `jax.random` needs up to 16 times the result in temporary memory on a CPU, which for
@@ -123,8 +121,7 @@ def _draw(salt: jax.Array, *, param: Param, sharding: jax.sharding.Sharding | No
     for axis, size in enumerate(param.shape[1:], start=1):
         inner = inner * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, param.shape, axis)
     bits = _mix(_mix(lead ^ salt[0]) ^ _mix(inner ^ salt[1]))
-    values = _values(param.init, bits).astype(param.dtype)
-    return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)
+    return from_bits(param.init, bits).astype(param.dtype)
 
 
 def _mix(x: jax.Array) -> jax.Array:
@@ -134,10 +131,12 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _values(init: Normal | Codes | Scales, bits: jax.Array) -> jax.Array:
+def from_bits(init: Normal | Codes | Scales, bits: jax.Array) -> jax.Array:
+    """32 random bits an element -> values of the distribution."""
     if isinstance(init, Codes):
         return bits >> 24
-    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * np.float32(2**-24)  # in (0, 1)
+    # 23 bits, so that adding a half is exact and 1.0, whose erf_inv is infinite, is never reached.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)
     if isinstance(init, Scales):
         return init.center * jnp.exp2(uniform - 0.5)
     return init.mean + init.std * np.float32(2**0.5) * jax.lax.erf_inv(2 * uniform - 1)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -30,6 +28,7 @@ from checkpoint_factory import (
     write_model,
     write_shard,
 )
+from fresh_process import run
 from reference_numpy import unpack_int4
 from safetensors import safe_open
 
@@ -237,14 +236,6 @@ def test_tensors_of_the_image_encoder_are_left_out_and_counted(folder):
     assert checkpoint.skipped == {"vision_tower.": 3, "mm_projector.": 2}
     stored = sum(len(read_shard(path)) for path in shard_paths(folder))
     assert checkpoint.tensors_used == stored - 5
-
-
-def run(program: str, *arguments) -> str:
-    """The output of a fresh Python process."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_every_device_gets_its_part_of_the_weights(folder):
