@@ -56,6 +56,7 @@ def model_fields(source: Source) -> tuple[dict[str, Any], str]:
     _check_architecture(text)
     sizes = {name: text.int(name) for name in _MODEL_SIZES}
     text.fixed("num_key_value_heads", sizes["num_attention_heads"])
+    text.fixed("qk_head_dim", sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"])
     _check_quantization(levels, sizes["first_k_dense_replace"] < sizes["num_hidden_layers"])
     theta, yarn, _ = _rope(text, optional={})
     bos = _id(levels, "bos_token_id")

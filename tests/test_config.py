@@ -224,6 +224,7 @@ def test_rotary_embedding_without_scaling_is_read():
         ("text_config.mlp_bias", True),
         ("text_config.num_nextn_predict_layers", 1),
         ("text_config.num_key_value_heads", 8),
+        ("text_config.qk_head_dim", 128),
         ("text_config.rope_interleave", False),
         ("text_config.sliding_window", 4096),
         ("text_config.index_topk", 2048),

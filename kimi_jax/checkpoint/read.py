@@ -84,6 +84,11 @@ class Checkpoint:
         if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
             raise ValueError(f"dtype={dtype!r} is not supported; use bfloat16 or float32")
         loading = _Loading(self.describe(self.config, dtype), shardings)
+        logging.info(
+            "%s: reading %.2f GiB of weights from %d files, with at most %.2f GiB of host memory",
+            *(self.folder, self.bytes_used / 2**30, len(self.shards)),
+            self.peak_host_bytes(dtype) / 2**30,
+        )
         start = time.monotonic()
         with tqdm(
             total=self.bytes_used,

@@ -196,7 +196,7 @@ def _read_header(path: Path) -> Shard:
         raise CheckpointError(
             f"{path}: damaged safetensors header ({error!r}); download it again"
         ) from error
-    tensors.sort(key=lambda tensor: tensor.start)
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))  # empty tensors first
     end = 8 + length
     for tensor in tensors:
         dtype = DTYPES.get(tensor.dtype)
