@@ -1,7 +1,16 @@
 """Settings for every test."""
 
+import os
+
+import pytest
 from hypothesis import settings
 
 # An example's time says nothing here: the first one compiles, and test machines are shared.
 settings.register_profile("kimi_jax", deadline=None)
 settings.load_profile("kimi_jax")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Compiled programs are kept for the session, in no folder of the user's; processes share it."""
+    os.environ["KIMI_JAX_COMPILATION_CACHE"] = str(tmp_path_factory.getbasetemp() / "xla")

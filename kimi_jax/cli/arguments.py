@@ -46,8 +46,8 @@ def _with_underscores(arguments: Sequence[str], values: flags.FlagValues) -> Ite
             yield dashes + known + equals + value
             if not values[known].boolean and not equals:
                 yield from itertools.islice(rest, 1)  # the flag's value
-        elif known.startswith("no") and known[2:] in values:
-            yield dashes + known + equals + value
+        elif known.startswith("no") and known[2:].lstrip("_") in values:
+            yield f"{dashes}no{known[2:].lstrip('_')}{equals}{value}"
         else:
             yield argument
 

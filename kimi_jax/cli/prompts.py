@@ -83,7 +83,7 @@ def _line(line: str, *, where: str, chat: bool, system: str | None) -> Job:
     if ("prompt" in entry) == ("messages" in entry):
         raise ValueError('expected either "prompt" or "messages"')
     thinking = entry.get("thinking")
-    if thinking not in (None, True, False):
+    if thinking is not None and not isinstance(thinking, bool):
         raise ValueError(f"thinking={thinking!r}: expected true or false")
     sampling = {name: entry[name] for name in SAMPLING_FIELDS if name in entry}
     if isinstance(sampling.get("logit_bias"), dict):

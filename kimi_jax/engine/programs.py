@@ -217,7 +217,7 @@ class Programs:
 
 
 def _in_thread(build: Callable[[], Program]) -> concurrent.futures.Future:
-    """Runs in a daemon thread: an interrupted process does not wait for a compilation."""
+    """Runs in a thread that the interpreter waits for: XLA does not survive its exit."""
     future: concurrent.futures.Future = concurrent.futures.Future()
 
     def run() -> None:
@@ -226,5 +226,5 @@ def _in_thread(build: Callable[[], Program]) -> concurrent.futures.Future:
         except BaseException as error:  # handed to whoever waits
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="compile").start()
+    threading.Thread(target=run, name="compile").start()
     return future
