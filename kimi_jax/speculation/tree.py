@@ -211,9 +211,10 @@ def _scores(values: jax.Array, table: Lattice) -> jax.Array:
     beyond = depth * width  # one entry more, 0.0: the slots behind a prefix's end
     flat = jnp.pad(values.reshape(batch, beyond), ((0, 0), (0, 1)))
     index = np.where(table.ranks < 0, beyond, np.arange(depth) * width + table.ranks)
-    score = flat[:, index[:, 0]]
+    parts = flat.at[:, index].get(mode="promise_in_bounds")  # one gather [B, C, DEPTH]
+    score = parts[..., 0]
     for slot in range(1, depth):
-        score = score + flat[:, index[:, slot]]
+        score = score + parts[..., slot]
     return score
 
 

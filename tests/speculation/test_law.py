@@ -169,7 +169,7 @@ def test_every_drafter_and_tree_draws_the_same_text_for_a_seed():
 
 
 @pytest.mark.parametrize("wrong", [draws_with_one_noise_a_block, draws_that_favour_the_draft])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["chain", "tree 16"])
 def test_a_wrong_walk_does_not_have_the_targets_law(shape, wrong):
     tokens, _ = texts("good", shape, draws=wrong)
     assert smallest_p_value(tokens) < 1e-6

@@ -53,14 +53,15 @@ def expected_rows(log_probs: np.ndarray, anchor: int, n_live: int) -> list[tuple
 
 
 def live_rows(tree: Tree, sequence: int) -> list[tuple[int, int, int]]:
-    live = np.asarray(tree.live[sequence])
+    live = tree.live[sequence]
     assert live[: live.sum()].all(), "live rows come first"
     columns = (tree.tokens, tree.parents, tree.depths)
-    return list(zip(*(np.asarray(c[sequence])[live].tolist() for c in columns), strict=True))
+    return list(zip(*(c[sequence][live].tolist() for c in columns), strict=True))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits, jnp.float32), axis=-1))
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.float32(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
 def cases(seed: int, count: int, depth: int, vocab: int) -> np.ndarray:
@@ -86,19 +87,30 @@ def cases(seed: int, count: int, depth: int, vocab: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "forbidden"))
-def build(log_probs, anchor, n_live, *, budget, forbidden=None) -> Tree:
+def compiled(log_probs, anchor, n_live, *, budget, forbidden=None) -> Tree:
     candidates = trees.top_candidates(log_probs, budget, forbidden=forbidden)
     return trees.build(candidates, anchor, n_live, budget=budget)
+
+
+def to_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def build(log_probs, anchor, n_live, **options) -> Tree:
+    anchor, n_live = np.asarray(anchor, np.int32), np.asarray(n_live, np.int32)
+    return to_host(compiled(log_probs, anchor, n_live, **options))
 
 
 def build_all(log_probs: np.ndarray, budget: int, **options) -> Tree:
     """Full trees, with the sequence's index as anchor."""
     count = len(log_probs)
-    n_live = jnp.full(count, budget, jnp.int32)
-    return build(log_probs, jnp.arange(count), n_live, budget=budget, **options)
+    return build(log_probs, np.arange(count), np.full(count, budget), budget=budget, **options)
 
 
-chain = jax.jit(trees.chain, static_argnames="budget")
+@functools.partial(jax.jit, static_argnames="budget")
+def chain(log_probs, anchor, n_live, *, budget) -> Tree:
+    candidates = trees.top_candidates(log_probs, 3)
+    return trees.chain(candidates, anchor, n_live, budget=budget)
 
 
 @pytest.mark.parametrize(("budget", "size"), [(8, 53), (16, 285), (32, 1379), (63, 5788)])
@@ -157,9 +169,9 @@ def test_budgets_are_data_in_one_program_and_trees_nest():
     log_probs = cases(seed=1, count=66, depth=DEPTH, vocab=70)
     n_live = np.random.default_rng(2).integers(0, 64, size=66)
     full = build_all(log_probs, 63)
-    programs = build._cache_size()
-    tree = build(log_probs, jnp.arange(66), jnp.asarray(n_live, jnp.int32), budget=63)
-    assert build._cache_size() == programs
+    programs = compiled._cache_size()
+    tree = build(log_probs, np.arange(66), n_live, budget=63)
+    assert compiled._cache_size() == programs
     for i, n in enumerate(n_live):
         assert live_rows(tree, i) == live_rows(full, i)[: n + 1]
         assert live_rows(tree, i) == expected_rows(log_probs[i], i, n)
@@ -172,9 +184,9 @@ def test_ancestors_depths_and_order_equal_a_parent_walk(budget):
     rows = budget + 1
     assert tree.budget == budget
     assert tree.ancestors.shape == (66, rows, -(-rows // 32))
-    assert tree.ancestors.dtype == jnp.uint32
+    assert tree.ancestors.dtype == np.uint32
     for i in range(0, 66, 2):
-        parents = np.asarray(tree.parents[i])
+        parents = tree.parents[i]
         for row in range(int(tree.live[i].sum())):
             way = [row]
             while way[-1] != 0:
@@ -188,45 +200,43 @@ def test_ancestors_depths_and_order_equal_a_parent_walk(budget):
 
 def test_dead_rows_hold_the_anchor_and_see_nothing():
     log_probs = cases(seed=4, count=3, depth=DEPTH, vocab=30)
-    tree = build(log_probs, jnp.array([5, 6, 7]), jnp.array([2, 0, -1]), budget=40)
+    tree = build(log_probs, [5, 6, 7], [2, 0, -1], budget=40)
     assert tree.live.sum(axis=1).tolist() == [3, 1, 0]
-    dead = ~np.asarray(tree.live)
-    assert (np.asarray(tree.tokens) == [[5], [6], [7]])[dead].all()
-    assert (np.asarray(tree.parents)[dead] == -1).all()
-    assert (np.asarray(tree.depths)[dead] == 0).all()
-    assert (np.asarray(tree.ancestors)[dead] == 0).all()
+    dead = ~tree.live
+    assert (tree.tokens == [[5], [6], [7]])[dead].all()
+    assert (tree.parents[dead] == -1).all()
+    assert (tree.depths[dead] == 0).all()
+    assert (tree.ancestors[dead] == 0).all()
 
 
 def test_root_only_equals_a_tree_of_which_no_node_is_live():
     log_probs = cases(seed=5, count=4, depth=DEPTH, vocab=9)
-    anchor = jnp.array([3, 1, 4, 1])
-    n_live = jnp.array([0, 0, -1, 0])
+    anchor, n_live = np.array([3, 1, 4, 1]), np.array([0, 0, -1, 0])
     built = build(log_probs, anchor, n_live, budget=8)
-    jax.tree.map(np.testing.assert_array_equal, built, trees.root_only(anchor, n_live, budget=8))
-    assert trees.root_only(anchor, n_live).tokens.shape == (4, 1)
+    root_only = jax.jit(trees.root_only, static_argnames="budget")
+    jax.tree.map(np.testing.assert_array_equal, built, root_only(anchor, n_live, budget=8))
+    assert root_only(anchor, n_live).tokens.shape == (4, 1)
 
 
 @pytest.mark.parametrize("budget", [1, 7, 40])
 def test_chain_holds_the_best_token_of_every_slot(budget):
-    log_probs = cases(seed=6, count=5, depth=DEPTH, vocab=20)[:5]
-    candidates = trees.top_candidates(jnp.asarray(log_probs), 3)
-    n_live = jnp.array([budget, budget, budget, 2, 0])
-    tree = chain(candidates, jnp.arange(5), n_live, budget=budget)
+    log_probs = cases(seed=6, count=5, depth=DEPTH, vocab=20)
+    n_live = np.array([budget, budget, budget, 2, 0])
+    tree = to_host(chain(log_probs, np.arange(5), n_live, budget=budget))
     assert tree.tokens.shape == (5, budget + 1)
-    best = np.asarray(candidates.ids[..., 0])
+    best = log_probs.argmax(axis=-1)  # the first of equals
     for i in range(5):
-        length = min(int(n_live[i]), budget, DEPTH)
+        length = min(n_live[i], budget, DEPTH)
         expected = [(best[i, d], d, d + 1) for d in range(length)]
         assert live_rows(tree, i) == [(i, -1, 0), *expected]
 
 
 def test_tree_of_width_one_equals_the_chain():
-    log_probs = cases(seed=7, count=4, depth=DEPTH, vocab=20)[:4]
+    log_probs = cases(seed=7, count=4, depth=DEPTH, vocab=20)
     only_best = np.where(log_probs == log_probs.max(-1, keepdims=True), log_probs, -np.inf)
     only_best[np.arange(20) > only_best.argmax(-1)[..., None]] = -np.inf  # of equals, the first
     tree = build_all(only_best, 12)
-    candidates = trees.top_candidates(jnp.asarray(log_probs), 12)
-    spine = chain(candidates, jnp.arange(4), jnp.full(4, 12), budget=12)
+    spine = chain(log_probs, np.arange(4), np.full(4, 12), budget=12)
     jax.tree.map(np.testing.assert_array_equal, tree, spine)
 
 
@@ -250,7 +260,7 @@ def test_the_mask_token_is_never_proposed():
     log_probs = cases(seed=8, count=60, depth=DEPTH, vocab=12)
     log_probs[:, :, 5] = 0.0  # the drafter's favourite
     tree = build_all(log_probs, 48, forbidden=5)
-    assert not (np.asarray(tree.tokens[:, 1:]) == 5)[np.asarray(tree.live[:, 1:])].any()
+    assert not (tree.tokens[:, 1:] == 5)[tree.live[:, 1:]].any()
     log_probs[:, :, 5] = -np.inf
     for i in range(60):
         assert live_rows(tree, i) == expected_rows(log_probs[i], i, 48)
@@ -271,19 +281,22 @@ def test_nan_log_probs_propose_nothing():
 
 @pytest.mark.parametrize("shards", [2, 8])
 def test_candidates_of_vocabulary_shards_merge_to_those_of_the_whole(shards):
-    log_probs = jnp.asarray(cases(seed=10, count=30, depth=DEPTH, vocab=40))
-    parts = jnp.split(log_probs, shards, axis=-1)
-    local = [
-        trees.top_candidates(part, 9, forbidden=22, first_id=i * part.shape[-1])
-        for i, part in enumerate(parts)
-    ]
-    joined = Candidates(*(jnp.concatenate(column, axis=-1) for column in zip(*local, strict=True)))
-    merged = trees.best_of(joined, 9)
-    whole = trees.top_candidates(log_probs, 9, forbidden=22)
-    jax.tree.map(np.testing.assert_array_equal, merged, whole)
+    log_probs = cases(seed=10, count=30, depth=DEPTH, vocab=40)
+
+    @jax.jit
+    def merged(log_probs):
+        local = [
+            trees.top_candidates(part, 9, forbidden=22, first_id=i * part.shape[-1])
+            for i, part in enumerate(jnp.split(log_probs, shards, axis=-1))
+        ]
+        columns = (jnp.concatenate(column, axis=-1) for column in zip(*local, strict=True))
+        return trees.best_of(Candidates(*columns), 9)
+
+    whole = trees.top_candidates(jnp.asarray(log_probs), 9, forbidden=22)
+    jax.tree.map(np.testing.assert_array_equal, merged(log_probs), whole)
 
 
 def test_a_negative_budget_is_refused():
-    candidates = trees.top_candidates(jnp.zeros((1, DEPTH, 4)), 1)
+    candidates = Candidates(np.zeros((1, DEPTH, 1), np.float32), np.zeros((1, DEPTH, 1), np.int32))
     with pytest.raises(ValueError, match="budget -1"):
-        trees.build(candidates, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32), budget=-1)
+        trees.build(candidates, np.zeros(1, np.int32), np.zeros(1, np.int32), budget=-1)
