@@ -98,6 +98,19 @@ group(
     (switch, "dry_run", False, "Print the memory plan and the ops, and load nothing."),
 )
 group(
+    "Speculation: drafting trees of tokens, which changes the speed and never the text",
+    (text, "drafter", None, "Folder of a DFlash drafter; by default the one inside the model's."),
+    (text, "tree_budget", None, "Tree nodes a sequence, 0 to 63, or auto, which is the default."),
+    (switch, "speculate", True, "Use a drafter if there is one; this is the default."),
+    (
+        text,
+        "speculative_config",
+        None,
+        'The same in vLLM\'s form: \'{"method": "ddtree", "tree_budget": 8}\'.',
+    ),
+    (switch, "tune", False, "Measure step times for auto, keep them for later runs, and end."),
+)
+group(
     "Results",
     (
         text,
@@ -117,7 +130,7 @@ def check(values: flags.FlagValues) -> None:
     sources += ["interactive"] if values.interactive else []
     if len(sources) > 1:
         raise arguments.UsageError(f"--{sources[0]} and --{sources[1]} exclude each other")
-    if not sources and not values.dry_run and sys.stdin.isatty():
+    if not sources and not values.dry_run and not values.tune and sys.stdin.isatty():
         raise arguments.UsageError("no prompt: give --prompt, --prompt_file or --interactive")
     if values.interactive and values.output_json:
         raise arguments.UsageError("--interactive and --output_json exclude each other")

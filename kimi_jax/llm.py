@@ -7,7 +7,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ import numpy as np
 from absl import logging
 
 from kimi_jax import sampling
-from kimi_jax.checkpoint.read import Checkpoint, open_checkpoint
-from kimi_jax.config import ModelConfig
+from kimi_jax.checkpoint.read import Checkpoint, open_checkpoint, open_drafter
+from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine import plan as planning
+from kimi_jax.engine import tuning
+from kimi_jax.engine.budget import UNTUNED, AutoBudget, Budget, FixedBudget, bucket_for
 from kimi_jax.engine.compiling import enable_persistent_cache
 from kimi_jax.engine.loop import Engine
 from kimi_jax.engine.outputs import Output, Stats, Usage
@@ -26,6 +28,7 @@ from kimi_jax.engine.programs import EngineOptions, Programs
 from kimi_jax.engine.request import Request, check_request
 from kimi_jax.model import weights as target_weights
 from kimi_jax.sampling import SamplingParams
+from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.step import StepPlan
 from kimi_jax.text.template import render
 from kimi_jax.text.tokenizer import Tokenizer
@@ -65,10 +68,13 @@ class Setup:
     folder: Path
     config: ModelConfig
     checkpoint: Checkpoint | None  # None: random weights
+    drafter: DrafterConfig | None  # None: plain decoding
+    drafter_checkpoint: Checkpoint | None
     tokenizer: Tokenizer | None
     dtype: Any
     plan: MemoryPlan
     options: EngineOptions
+    tree_budget: int | None  # None: chosen as it runs
 
     @property
     def is_bundled(self) -> bool:
@@ -112,15 +118,29 @@ class Setup:
         assert _is_conversation(prompt)
         return self.tokenizer.encode_rendered(render(prompt, thinking=thinking))
 
+    def budget(self) -> Budget:
+        """The rule that gives sequences their tree nodes."""
+        if self.drafter is None:
+            return FixedBudget(0)
+        if self.tree_budget is not None:
+            return FixedBudget(self.tree_budget)
+        return AutoBudget(tuning.load(self.tuning_key, self.options.max_num_seqs))
+
+    @property
+    def tuning_key(self) -> str:
+        """Names this model on this kind of machine, for measured step times."""
+        return tuning.key(self.plan.memory.device, self.dtype, self.config, self.drafter)
+
     def plans_for(self, programs: Programs, requests: Sequence[Request]) -> list[StepPlan]:
         """The decoding programs that these requests need, as few as do for all of them."""
         params = [request.params for request in requests]
         return [
             programs.plan(
-                budget=self.options.tree_budget,
+                budget=bucket,
                 sampled=not params or any(p.temperature > 0 for p in params),
                 num_logprobs=self.options.max_logprobs if any(p.logprobs for p in params) else 0,
             )
+            for bucket in self.budget().buckets
         ]
 
 
@@ -129,6 +149,8 @@ def set_up(
     *,
     dtype: str | None = None,
     load_format: str = "auto",
+    drafter: str | Path | None = "auto",
+    tree_budget: int | Literal["auto"] = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     page_size: int = EngineOptions.page_size,
@@ -142,6 +164,10 @@ def set_up(
       model: a Hugging Face folder; None: the bundled tiny-k2.
       dtype: "bfloat16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.
       load_format: "auto" reads the checkpoint; "dummy" needs config.json only and draws weights.
+      drafter: folder of a DFlash drafter for the model; "auto": the folder `drafter` inside the
+        model's, if it is there; None: plain decoding.
+      tree_budget: tree nodes that a sequence may use in a step, 0..63; 0 is plain decoding; "auto":
+        chosen as it runs, from measured times and acceptance.
       max_model_len: longest context in tokens; None: the model's, or what fits.
       max_num_seqs: sequences that run at a time; None: see `engine.plan.DEFAULT_SEQS`.
       page_size: tokens a cache page.
@@ -158,9 +184,15 @@ def set_up(
         raise ValueError(f"load_format={load_format!r}: expected 'auto' or 'dummy'")
     if dtype not in (None, "bfloat16", "float32"):
         raise ValueError(f"dtype={dtype!r}: expected 'bfloat16' or 'float32'")
+    top = max(UNTUNED) if tree_budget == "auto" else bucket_for(tree_budget)
     planning.reserve_gpu_memory(gpu_memory_utilization)
     checkpoint = open_checkpoint(folder) if load_format == "auto" else None
     config = checkpoint.config if checkpoint else ModelConfig.from_hf(folder)
+    draft_folder = _drafter_folder(folder, drafter) if tree_budget else None
+    draft, draft_checkpoint = None, None
+    if draft_folder is not None:
+        draft_checkpoint = open_drafter(draft_folder, config) if load_format == "auto" else None
+        draft = draft_checkpoint.config if draft_checkpoint else DrafterConfig.from_hf(draft_folder)
     memory = planning.local_memory(gpu_memory_utilization)
     kind = jnp.dtype(dtype or ("float32" if memory.platform == "cpu" else "bfloat16"))
     tokenizer = None
@@ -168,12 +200,13 @@ def set_up(
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
     plan = planning.make_plan(
         config,
-        None,
+        draft,
         dtype=kind,
         memory=memory,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         page_size=page_size,
+        tree_budget=top if draft else 0,
     )
     options = EngineOptions(
         max_num_seqs=plan.max_num_seqs,
@@ -187,11 +220,21 @@ def set_up(
         folder=folder,
         config=config,
         checkpoint=checkpoint,
+        drafter=draft,
+        drafter_checkpoint=draft_checkpoint,
         tokenizer=tokenizer,
         dtype=kind,
         plan=plan,
         options=options,
+        tree_budget=None if tree_budget == "auto" else tree_budget,
     )
+
+
+def _drafter_folder(model: Path, drafter: str | Path | None) -> Path | None:
+    if drafter != "auto":
+        return None if drafter is None else Path(drafter).expanduser()
+    inside = model / "drafter"
+    return inside if (inside / "config.json").exists() else None
 
 
 class LLM:
@@ -226,17 +269,28 @@ class LLM:
     def _start(self, setup: Setup, *, requests: Sequence[Request], progress: bool) -> None:
         self.setup = setup
         enable_persistent_cache()
-        programs = Programs(setup.config, None, setup.options, setup.dtype)
+        programs = Programs(setup.config, setup.drafter, setup.options, setup.dtype)
         plans = setup.plans_for(programs, requests)
         programs.start(*plans)  # compiles while the weights are read
-        if setup.checkpoint:
-            weights = setup.checkpoint.load(dtype=setup.dtype, progress=progress)
+        weights = self._weights(setup.checkpoint, target_weights, setup.config, progress)
+        drafter = None
+        if setup.drafter is None:
+            logging.info("no drafter: plain decoding, one token a step")
         else:
-            logging.info("drawing random weights: the text will mean nothing")
-            weights = target_weights.random(setup.config, setup.dtype, jax.random.key(0))
-        self.engine = Engine(programs, weights, tokenizer=setup.tokenizer)
+            source = setup.drafter_checkpoint
+            drafter = self._weights(source, drafter_weights, setup.drafter, progress)
+        self.engine = Engine(programs, weights, drafter, setup.tokenizer, budget=setup.budget())
         self.engine.warm_up(*plans)
         self._outputs: dict[int, collections.deque[Output]] = {}
+
+    def _weights(
+        self, checkpoint: Checkpoint | None, kind: Any, config: Any, progress: bool
+    ) -> Any:
+        """Read from the checkpoint, or drawn; kind: the module that describes them."""
+        if checkpoint:
+            return checkpoint.load(dtype=self.setup.dtype, progress=progress)
+        logging.info("drawing random weights: the text will mean nothing")
+        return kind.random(config, self.setup.dtype, jax.random.key(0))
 
     @property
     def tokenizer(self) -> Tokenizer | None:

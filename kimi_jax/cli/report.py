@@ -104,5 +104,29 @@ def summary(results: Sequence[Result], seconds: float) -> str:
             f"{1e3 / mean:.1f} tok/s" + (" a prompt, in the mean" if many else "")
         )
     if steps:
-        lines.append(f"{steps} steps, {tokens / steps:.2f} tokens a step")
+        lines.append(f"{steps} steps, {tokens / steps:.2f} tokens a step" + _drafting(results))
     return "\n".join(lines)
+
+
+def _drafting(results: Sequence[Result]) -> str:
+    """What trees have done, or nothing if there were none."""
+    drafts = sum(result.stats.spec_decode_num_drafts for result in results)
+    if not drafts:
+        return ""
+    nodes = sum(result.stats.spec_decode_draft_tokens for result in results)
+    accepted = sum(result.stats.spec_decode_accepted_tokens for result in results)
+    depth = len(results[0].stats.accepted_histogram) - 1
+    rates = [
+        sum(
+            rates[position] * result.stats.spec_decode_num_drafts
+            for result in results
+            if (rates := result.stats.spec_decode_per_position_acceptance_rates)
+        )
+        / drafts
+        for position in range(depth)
+    ]
+    return (
+        f"; {drafts} with a tree of {nodes / drafts:.1f} nodes, "
+        f"acceptance length {1 + accepted / drafts:.2f}, "
+        "accepted by depth " + " ".join(f"{rate:.2f}" for rate in rates)
+    )

@@ -13,8 +13,10 @@ from absl import logging
 from tqdm import tqdm
 
 from kimi_jax.cli import prompts, report
+from kimi_jax.cli import speculation as speculating
 from kimi_jax.cli.prompts import Job
 from kimi_jax.engine import plan as planning
+from kimi_jax.engine import tuning
 from kimi_jax.engine.outputs import Output
 from kimi_jax.engine.request import Request
 from kimi_jax.llm import LLM, Message, Result, Setup, gather, set_up
@@ -142,7 +144,8 @@ def run(flags: Any) -> int:
     """
     if flags.output_json and flags.output_json != "-":
         report.check_writable(flags.output_json)
-    jobs = [] if flags.dry_run or flags.interactive else read_jobs(flags)
+    speculation = speculating.options(flags)
+    jobs = [] if flags.dry_run or flags.interactive or flags.tune else read_jobs(flags)
     setup = set_up(
         flags.model,
         dtype=flags.dtype,
@@ -152,9 +155,13 @@ def run(flags: Any) -> int:
         page_size=flags.page_size,
         gpu_memory_utilization=flags.gpu_memory_utilization,
         seed=flags.seed,
+        **speculation,
     )
     if flags.dry_run:
         print(describe(setup))
+        return 0
+    if flags.tune:
+        tune(setup)
         return 0
     sampling = sampling_of(flags, setup)
     if flags.interactive:
@@ -196,6 +203,22 @@ def describe(setup: Setup) -> str:
             f"{'ops':<10} {ops}",
         ]
     )
+
+
+def tune(setup: Setup) -> None:
+    """Measures step times, prints them, and keeps them for later runs of as many slots."""
+    if setup.drafter is None:
+        raise ValueError("--tune measures trees, and this model has no drafter")
+    slots = setup.options.max_num_seqs
+    times = tuning.measure(load(setup, ()).engine)
+    path = tuning.save(setup.tuning_key, slots, times)
+    for (bucket, sequences), seconds in sorted(times.items(), key=lambda item: item[0][::-1]):
+        plain = times[0, sequences]
+        print(
+            f"{sequences:3d} sequences, {bucket:2d} nodes: {1e3 * seconds:8.3f} ms a step, "
+            f"{seconds / plain:.2f} x plain; pays from {seconds / plain:.2f} tokens a step"
+        )
+    print(f"kept in {path}, used by --tree_budget=auto with --max_num_seqs={slots}")
 
 
 def load(setup: Setup, requests: Sequence[Request]) -> LLM:

@@ -14,13 +14,15 @@ depend on its seed and positions only.
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 
+from kimi_jax.engine.budget import Budget, Choice, FixedBudget
 from kimi_jax.engine.outputs import Output, TextStream
 from kimi_jax.engine.programs import Programs
 from kimi_jax.engine.request import (
@@ -34,12 +36,16 @@ from kimi_jax.engine.request import (
 )
 from kimi_jax.engine.slots import PagePool, pages_for
 from kimi_jax.model.weights import Weights
+from kimi_jax.sampling import SamplingParams
 from kimi_jax.speculation.weights import DrafterWeights
 from kimi_jax.step import StepOutput, StepPlan
 from kimi_jax.text.parser import Parser
 from kimi_jax.text.tokenizer import Tokenizer
 
-_STOP_ID, _LENGTH = 1, 2  # StepOutput.finish
+USELESS_AFTER = 50
+"""Steps with a tree and not one accepted token, after which the engine complains."""
+
+_STOP_ID = 1  # StepOutput.finish
 
 
 class Engine:
@@ -52,16 +58,21 @@ class Engine:
         drafter: DrafterWeights | None = None,
         tokenizer: Tokenizer | None = None,
         *,
+        budget: Budget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """tokenizer None: outputs have token ids and no text, and stop strings are refused."""
+        """tokenizer None: outputs have token ids and no text, and stop strings are refused.
+
+        budget: how many tree nodes sequences get; None: none, which is plain decoding.
+        """
         self.programs = programs
         self.options = programs.options
         self._weights = weights
         self._drafter = drafter
         self._tokenizer = tokenizer
         self._clock = clock
-        self._depth = programs.plan(budget=self.options.tree_budget).depth
+        self._budget = budget or FixedBudget(0)
+        self._depth = programs.plan(budget=max(self._budget.buckets)).depth
         self._state = programs.new_state()
         self._table = programs.new_table()
         self._pool = PagePool(self.options.num_pages)
@@ -70,6 +81,9 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._ended: list[Output] = []
         self._next_id = 0
+        self._prefilled = False  # whether the current step has sent prompts to the device
+        self._drafts = self._accepted = 0
+        self._warned = False
 
     @property
     def busy(self) -> bool:
@@ -114,7 +128,7 @@ class Engine:
         """
         check_request(request, self.programs.model, self.options, self._tokenizer is not None)
         params = request.params
-        self._require_program(params)
+        self._require_programs(params)
         index, self._next_id = self._next_id, self._next_id + 1
         room = self.options.max_model_len
         if params.max_tokens is not None:
@@ -175,25 +189,70 @@ class Engine:
         finally:
             self._pool.release(pages)
 
+    def step_seconds(self, plan: StepPlan, sequences: int, *, context: int, calls: int) -> float:
+        """Seconds of a step over so many made-up sequences: the fastest of a few calls.
+
+        For measurements, while the engine is idle. Raises ValueError if the cache is too small.
+        """
+        assert not self.busy
+        steps = self.options.steps_per_call * (calls + 1) * (self._depth + 1)
+        length = min(context, self.options.max_model_len - steps - 1)
+        if sequences > self.options.max_num_seqs or length < 1:
+            raise ValueError(
+                f"{sequences} sequences of {context} tokens and {steps} more exceed "
+                f"max_num_seqs={self.options.max_num_seqs} or "
+                f"max_model_len={self.options.max_model_len}"
+            )
+        pages = [
+            self._pool.allocate(pages_for(length + steps, self.options.page_size))
+            for _ in range(sequences)
+        ]
+        for slot, held in enumerate(pages):
+            self._table.set(
+                slot,
+                page_table=held,
+                length=length,
+                token=slot,
+                active=True,
+                max_length=self.options.max_model_len,
+                stop_ids=(),
+                temperature=float(plan.sampled),
+                n_live=plan.budget,
+            )
+        seconds = []
+        for _ in range(calls + 1):
+            begin = self._clock()
+            self._run(plan)
+            seconds.append(self._clock() - begin)
+        for slot, held in enumerate(pages):
+            self._table.clear(slot)
+            self._pool.release(held)
+        return min(seconds[1:]) / self.options.steps_per_call
+
     # Requests
 
-    def _needs(self, params) -> dict:
+    def _needs(self, params: Iterable[SamplingParams]) -> dict[str, Any]:
+        """What the programs must be able to do for requests like these."""
+        params = list(params)
+        logprobs = self.options.max_logprobs if any(one.logprobs for one in params) else 0
         return {
-            "budget": self.options.tree_budget,
-            "sampled": params.temperature > 0,
-            "num_logprobs": self.options.max_logprobs if params.logprobs else 0,
+            "sampled": any(one.temperature > 0 for one in params),
+            "num_logprobs": logprobs,
         }
 
-    def _require_program(self, params) -> None:
-        """Starts to build a program for a request that none serves; `warm_up` comes before that."""
-        if self.programs.covering(**self._needs(params)) is None:
-            self.programs.start(self.programs.plan(**self._needs(params) | {"sampled": True}))
+    def _require_programs(self, params: SamplingParams) -> None:
+        """Starts to build programs for a request that none serves; `warm_up` comes before that."""
+        needs = self._needs([params])
+        for bucket in self._budget.buckets:
+            if self.programs.covering(budget=bucket, **needs) is None:
+                self.programs.start(self.programs.plan(budget=bucket, **needs | {"sampled": True}))
 
     def _end(self, sequence: Sequence, reason: str, detail: str | int | None) -> Output:
         if sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
         else:
             self._leave_slot(sequence)
+        self._budget.forget(sequence.id)
         del self._sequences[sequence.id]
         return sequence.ended(reason, detail)
 
@@ -249,7 +308,6 @@ class Engine:
             seed=sequence.seed,
             bias_ids=list(params.logit_bias),
             bias_values=list(params.logit_bias.values()),
-            n_live=self.options.tree_budget,
         )
 
     def _leave_slot(self, sequence: Sequence) -> None:
@@ -296,6 +354,7 @@ class Engine:
     def _prefill(self) -> None:
         """Writes prompts into the cache, oldest first, up to the tokens that one step may spend."""
         left = self.options.prefill_tokens
+        self._prefilled = False
         for sequence in self._held():
             if sequence.phase is not Phase.PREFILL:
                 continue
@@ -312,6 +371,7 @@ class Engine:
                     np.int32(sequence.cached),
                     np.int32(count),
                 )
+                self._prefilled = True
                 sequence.cached += count
                 left -= len(tokens)
             if sequence.cached == end:
@@ -330,17 +390,39 @@ class Engine:
         ready = self._reserve()
         if not ready:
             return []
+        choice = self._budget.choose([sequence.id for sequence in ready])
+        nodes = dict(zip(ready, choice.nodes, strict=True))
         for sequence in self._decoding():
-            self._table.set(sequence.held_slot, active=sequence in ready)
-        for sequence in ready:
-            sequence.begin_call()
-        host = self._run(self._plan(ready))
-        return [self._collect(sequence, host) for sequence in ready]
+            self._table.set(
+                sequence.held_slot, active=sequence in nodes, n_live=nodes.get(sequence, 0)
+            )
+        begin = self._clock()
+        host = self._run(self._plan(ready, choice))
+        seconds = (self._clock() - begin) / self.options.steps_per_call
+        emitted = {s.id: _counts(host, s.held_slot) for s in ready}
+        # Behind a prefill the call's time is not its own: it was still at work when the call began.
+        self._budget.observe(choice, emitted, None if self._prefilled else seconds)
+        self._watch_drafter(choice, emitted)
+        return [self._collect(sequence, host, begin) for sequence in ready]
 
-    def _plan(self, sequences: list[Sequence]) -> StepPlan:
-        needs = [self._needs(sequence.request.params) for sequence in sequences]
-        joint = {name: max(need[name] for need in needs) for name in needs[0]}
-        return self.programs.covering(**joint) or self.programs.plan(**joint)
+    def _watch_drafter(self, choice: Choice, emitted: dict[int, list[int]]) -> None:
+        """Says so, once, if trees have done nothing at all: a broken drafter shows nowhere else."""
+        for nodes, counts in zip(choice.nodes, emitted.values(), strict=True):
+            if nodes:
+                self._drafts += len(counts)
+                self._accepted += sum(counts) - len(counts)
+        if self._drafts >= USELESS_AFTER and not self._accepted and not self._warned:
+            self._warned = True
+            logging.warning(
+                "the drafter has not helped once in %d steps: does it belong to this model? "
+                "(--nospeculate decodes without it)",
+                self._drafts,
+            )
+
+    def _plan(self, sequences: list[Sequence], choice: Choice) -> StepPlan:
+        needs = self._needs(sequence.request.params for sequence in sequences)
+        plan = self.programs.covering(budget=choice.bucket, **needs)
+        return plan or self.programs.plan(budget=choice.bucket, **needs)
 
     def _run(self, plan: StepPlan) -> StepOutput:
         """One call; its outputs as numpy arrays with a leading axis of steps."""
@@ -350,7 +432,7 @@ class Engine:
         )
         return jax.device_get(output)
 
-    def _collect(self, sequence: Sequence, host: StepOutput) -> Output:
+    def _collect(self, sequence: Sequence, host: StepOutput, begin: float) -> Output:
         """Takes a sequence's share of a call's outputs, up to where it ends."""
         slot = sequence.held_slot
         stopped, finish = False, 0
@@ -367,7 +449,7 @@ class Engine:
                 )
             if stopped or finish:
                 break
-        sequence.end_call()
+        sequence.end_call(begin)
         if stopped:
             return self._end(sequence, "stop", sequence.text.stop)
         if finish == _STOP_ID:
@@ -395,3 +477,8 @@ class Engine:
         ids = host.top_ids[step, sequence.slot, :count, :number].tolist()
         values = host.top_logprobs[step, sequence.slot, :count, :number].tolist()
         return [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+
+
+def _counts(host: StepOutput, slot: int) -> list[int]:
+    """Tokens of each step that gave the slot any."""
+    return [count for count in host.count[:, slot].tolist() if count]

@@ -33,12 +33,11 @@ class EngineOptions:
     max_stop_ids: int = 16  # stop ids of a request, the model's own included
     max_logit_bias: int = 64  # biased ids of a request
     max_logprobs: int = 20  # likeliest tokens reported to a request that asks for any
-    tree_budget: int = 0  # N, tree nodes a sequence; 0: plain decoding
     seed: int = 0  # for requests without one
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            least = 0 if field.name in ("tree_budget", "seed", "max_logprobs") else 1
+            least = 0 if field.name in ("seed", "max_logprobs") else 1
             if getattr(self, field.name) < least:
                 raise ValueError(
                     f"{field.name}={getattr(self, field.name)} must be at least {least}"
@@ -97,18 +96,16 @@ class Programs:
             future.result()
 
     def covering(self, *, budget: int, sampled: bool, num_logprobs: int) -> StepPlan | None:
-        """The leanest started plan that serves such sequences, or None."""
+        """The leanest started plan of this bucket that serves such sequences, or None."""
         fits = [
             plan
             for plan in self._futures
             if isinstance(plan, StepPlan)
-            and plan.budget >= budget
+            and plan.budget == budget
             and plan.sampled >= sampled
             and plan.num_logprobs >= num_logprobs
         ]
-        return min(
-            fits, key=lambda plan: (plan.budget, plan.num_logprobs, plan.sampled), default=None
-        )
+        return min(fits, key=lambda plan: (plan.num_logprobs, plan.sampled), default=None)
 
     def decode(self, plan: StepPlan) -> Program:
         """(weights, drafter, state, control) -> (state, outputs); state is donated."""

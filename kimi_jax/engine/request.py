@@ -104,7 +104,7 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Sequence:
     """A request under way: what the host knows of it. Its place in the cache is `pages`."""
 
@@ -125,7 +125,6 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
         self._added = self.clock()
-        self._call_start = self._added
         self._first: tuple[float, float, int] | None = None  # call start, its end, tokens in it
         self._last = self._added
         self._histogram = [0] * (self.depth + 1)
@@ -147,10 +146,6 @@ class Sequence:
         """Its slot, which it has from PREFILL on."""
         assert self.slot is not None
         return self.slot
-
-    def begin_call(self) -> None:
-        """A decoding call that this sequence takes part in is about to start."""
-        self._call_start = self.clock()
 
     def add_step(
         self,
@@ -187,11 +182,11 @@ class Sequence:
             self._draft_accepted[taken - 1] += 1
         return stopped
 
-    def end_call(self) -> None:
-        """The call's outputs have been taken."""
+    def end_call(self, begin: float) -> None:
+        """The outputs of a call that began then have been taken."""
         self._last = self.clock()
         if self._first is None and self.generated:
-            self._first = (self._call_start, self._last, self.generated)
+            self._first = (begin, self._last, self.generated)
 
     def output(self) -> Output:
         """What came since the last output; the sequence runs on."""

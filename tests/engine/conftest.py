@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kimi_jax import step
-from kimi_jax.config import ModelConfig, YarnConfig
+from kimi_jax.config import DrafterConfig, ModelConfig, YarnConfig
 from kimi_jax.engine.loop import Engine
 from kimi_jax.engine.programs import EngineOptions, Programs
 from kimi_jax.engine.request import Request
 from kimi_jax.model import weights
+from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.text.tokenizer import Tokenizer
 
 MODEL = ModelConfig(
@@ -125,3 +126,46 @@ def teacher_forced(tokens) -> np.ndarray:
         parameters(), latent, np.arange(1, 17), padded, 0, len(tokens), config=MODEL
     )
     return np.asarray(logits)[: len(tokens)]
+
+
+DRAFTER = DrafterConfig(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+    rms_norm_eps=1e-5,
+    vocab_size=512,
+    block_size=4,
+    mask_token_id=510,
+    target_layer_ids=(0, 1),
+    layer_types=("sliding_attention", "full_attention"),
+    sliding_window=16,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position_embeddings=256,
+)
+LIKELY = (65, 66, 67, 68)
+"""Tokens with large rows in the head that target and drafter share, each beside its negative: one
+of a pair is always likely for both, so trees that hold both are often right."""
+
+
+@functools.cache
+def agreeing_parameters():
+    target = parameters()
+    rows = 8.0 * target.lm_head[jnp.array(LIKELY[::2])]
+    head = target.lm_head.at[jnp.array(LIKELY[::2])].set(rows)
+    head = head.at[jnp.array(LIKELY[1::2])].set(-rows)
+    drafter = drafter_weights.random(DRAFTER, jnp.float32, jax.random.key(1))
+    return target.replace(lm_head=head), drafter
+
+
+@functools.cache
+def speculating_programs() -> Programs:
+    return Programs(MODEL, DRAFTER, OPTIONS, jnp.float32)
+
+
+def speculating_engine(budget, **options) -> Engine:
+    target, drafter = agreeing_parameters()
+    return Engine(speculating_programs(), target, drafter, tokenizer(), budget=budget, **options)

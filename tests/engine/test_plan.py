@@ -94,7 +94,9 @@ def test_this_machine_has_memory_to_use():
 
 
 def test_every_kernel_package_says_what_it_runs():
-    assert op_implementations() == {"int4_moe": "reference", "tree_mla": "reference"}
+    ops = op_implementations()
+    assert {"int4_moe", "tree_mla"} <= set(ops)
+    assert ops["int4_moe"] == ops["tree_mla"] == "reference"  # on a CPU
 
 
 def test_the_share_of_gpu_memory_is_set_unless_the_user_has(monkeypatch):
