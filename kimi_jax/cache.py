@@ -5,6 +5,7 @@ Page 0 belongs to nobody: page tables are filled up with it.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from kimi_jax.config import DrafterConfig, ModelConfig
+from kimi_jax.sharding.group import Group
+from kimi_jax.sharding.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,34 @@ def create(
     """A cache of zeros."""
     shapes = abstract(config, drafter, num_pages=num_pages, page_size=page_size, dtype=dtype)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def specs(layout: Layout, drafter: DrafterConfig | None) -> Cache:
+    """How a cache is split: the tree of its PartitionSpecs."""
+    specs: Any = Cache(latent=layout.spec("layers", "pages", "page_offset", "latent"))
+    if drafter is None:
+        return specs
+    context = layout.spec("layers", "pages", "any", "draft_kv_heads", "draft_head")
+    return dataclasses.replace(specs, draft_k=context, draft_v=context)
+
+
+def part_length(length: jax.Array, share: int, context: Group) -> jax.Array:
+    """Of `length` positions, how many lie on this device, which holds `share` of every page.
+
+    They are the first ones in its own count of positions, as in pages of `share` positions.
+    """
+    page = share * context.size
+    rest = jnp.clip(length % page - context.first(share), 0, share)
+    return length // page * share + rest
+
+
+def part_places(
+    offsets: jax.Array, valid: jax.Array, share: int, context: Group
+) -> tuple[jax.Array, jax.Array]:
+    """Offsets in this device's `share` of the pages; places of other devices are not valid."""
+    if context.size == 1:
+        return offsets, valid
+    return offsets % share, valid & (offsets // share == context.index)
 
 
 def locate(

@@ -8,6 +8,9 @@ tree it is drafted with, and however the vocabulary is spread over devices.
 Everything that may differ between requests is an array with one value a row: no value compiles
 anything. The order of operations is vLLM's: bias and forbidden ids, temperature, min-p, top-k,
 top-p.
+
+Where a function takes `vocab`, its logits may be one device's part of a vocabulary that a group of
+devices shares. They exchange maxima, counts and sums, never logits, and all get the same result.
 """
 
 import math
@@ -19,6 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from kimi_jax.sharding.group import ALONE, Group
 
 MAX_LOGPROBS = 20  # of the most likely tokens at each position; the OpenAI API's limit
 MAX_BIAS = 100.0  # the OpenAI API's limit; with it a token is as good as banned or forced
@@ -209,16 +214,18 @@ def gumbel(seed: jax.Array, position: jax.Array, vocab_ids: jax.Array) -> jax.Ar
 # Logits before the draw
 
 
-def apply_bias(logits: jax.Array, bias_ids: jax.Array, bias_values: jax.Array) -> jax.Array:
+def apply_bias(
+    logits: jax.Array, bias_ids: jax.Array, bias_values: jax.Array, vocab: Group = ALONE
+) -> jax.Array:
     """Adds each row's biases: logits [M, V], bias_ids int32 [M, NB], bias_values [M, NB] -> [M, V].
 
     An id that occurs twice gets both; ids outside 0 .. V - 1 (-1: none) are ignored.
     """
-    rows, columns = _columns(logits, bias_ids)
+    rows, columns = _columns(logits, bias_ids, vocab)
     return logits.at[rows, columns].add(bias_values.astype(logits.dtype), mode="drop")
 
 
-def forbid(logits: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
+def forbid(logits: jax.Array, ids: jax.Array, mask: jax.Array, vocab: Group = ALONE) -> jax.Array:
     """Sets the logits of `ids` to -inf in the rows of `mask`.
 
     Args:
@@ -226,14 +233,15 @@ def forbid(logits: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
         ids: int32 [M, S]; ids outside 0 .. V - 1 (-1: none) are ignored.
         mask: bool [M]; the other rows are left as they are.
     """
-    rows, columns = _columns(logits, jnp.where(mask[:, None], ids, -1))
+    rows, columns = _columns(logits, jnp.where(mask[:, None], ids, -1), vocab)
     return logits.at[rows, columns].set(-jnp.inf, mode="drop")
 
 
-def _columns(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _columns(logits: jax.Array, ids: jax.Array, vocab: Group) -> tuple[jax.Array, jax.Array]:
     """Scatter indices of ids [M, S]. A negative one would count from the end: it goes past it."""
-    rows, vocab = logits.shape
-    return jnp.arange(rows)[:, None], jnp.where(ids < 0, vocab, ids)
+    rows, width = logits.shape
+    ids = vocab.local(ids, width)
+    return jnp.arange(rows)[:, None], jnp.where(ids < 0, width, ids)
 
 
 # Truncation
@@ -263,7 +271,12 @@ def _largest_float(holds: Callable[[jax.Array], jax.Array], rows: tuple[int, ...
 
 
 def truncate(
-    logits: jax.Array, *, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits: jax.Array,
+    *,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    vocab: Group = ALONE,
 ) -> jax.Array:
     """Sets the logits of unlikely tokens to -inf: min-p, then top-k, then top-p of what is left.
 
@@ -282,22 +295,23 @@ def truncate(
     Returns:
         float32 [..., V].
     """
-    rows, vocab = logits.shape[:-1], logits.shape[-1]
-    highest = jnp.max(logits, axis=-1)
-    k = jnp.where(top_k > 0, top_k, vocab)
+    rows = logits.shape[:-1]
+    highest = vocab.max(jnp.max(logits, axis=-1))
+    k = jnp.where(top_k > 0, top_k, logits.shape[-1] * vocab.size)
 
     def k_reach(threshold: jax.Array) -> jax.Array:
-        return jnp.sum(logits >= threshold[..., None], axis=-1) >= k
+        return vocab.sum(jnp.sum(logits >= threshold[..., None], axis=-1)) >= k
 
     # Both rules keep all logits from some value up, so the stricter of the two is their order.
     threshold = jnp.maximum(highest + jnp.log(min_p), _largest_float(k_reach, rows))
 
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)  # a row of -inf alone has no weights
     weights = jnp.where(logits >= threshold[..., None], jnp.exp(logits - finite[..., None]), 0.0)
-    needed = top_p * jnp.sum(weights, axis=-1)
+    needed = top_p * vocab.sum(jnp.sum(weights, axis=-1))
 
     def mass_reaches(threshold: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(logits >= threshold[..., None], weights, 0.0), axis=-1) >= needed
+        kept = jnp.sum(jnp.where(logits >= threshold[..., None], weights, 0.0), axis=-1)
+        return vocab.sum(kept) >= needed
 
     nucleus = _largest_float(mass_reaches, rows)
     # Rounding may let the sum reach 1 without the last tokens, or `needed` round down to 0.
@@ -317,6 +331,7 @@ def draw(
     top_p: jax.Array,
     min_p: jax.Array,
     noise: jax.Array,
+    vocab: Group = ALONE,
 ) -> jax.Array:
     """Draws one token a row; greedy and sampled rows mix freely.
 
@@ -331,13 +346,49 @@ def draw(
     """
     sampled = (temperature > 0)[:, None]
     scaled = logits / jnp.where(sampled, temperature[:, None], 1.0)
-    kept = truncate(scaled, top_k=top_k, top_p=top_p, min_p=min_p)
-    score = kept + jnp.where(sampled, noise, 0.0)
-    # The lowest id that reaches the maximum. `jnp.argmax` says the same, but XLA's CPU code for it
-    # is scalar, and so is the noise that it fuses into it: 0.9 against 0.4 ms for [9, 2048].
-    vocab = score.shape[-1]
-    reaches = score == jnp.max(score, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(reaches, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
+    kept = truncate(scaled, top_k=top_k, top_p=top_p, min_p=min_p, vocab=vocab)
+    return likeliest(kept + jnp.where(sampled, noise, 0.0), vocab)
+
+
+def likeliest(scores: jax.Array, vocab: Group = ALONE) -> jax.Array:
+    """The id of the largest score of each row, the lowest among equals: [M, V] -> int32 [M]."""
+    # `jnp.argmax` says the same, but XLA's CPU code for it is scalar, and so is the noise that it
+    # fuses into it: 0.9 against 0.4 ms for [9, 2048].
+    width = scores.shape[-1]
+    reaches = scores == vocab.max(jnp.max(scores, axis=-1, keepdims=True))
+    ids = vocab.first(width) + jnp.arange(width, dtype=jnp.int32)
+    return vocab.min(jnp.min(jnp.where(reaches, ids, width * vocab.size - 1), axis=-1))
+
+
+def log_softmax(logits: jax.Array, vocab: Group = ALONE) -> jax.Array:
+    """Log-probabilities at temperature 1 of float32 [..., V]."""
+    if vocab.size == 1:
+        return jax.nn.log_softmax(logits, axis=-1)
+    shifted = logits - vocab.max(jnp.max(logits, axis=-1, keepdims=True))
+    return shifted - jnp.log(vocab.sum(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)))
+
+
+def pick(values: jax.Array, ids: jax.Array, vocab: Group = ALONE) -> jax.Array:
+    """The values [..., V] at vocabulary ids [...]."""
+    if vocab.size == 1:
+        return jnp.take_along_axis(values, ids[..., None], axis=-1)[..., 0]
+    place = vocab.local(ids, values.shape[-1])
+    mine = jnp.take_along_axis(values, jnp.maximum(place, 0)[..., None], axis=-1)[..., 0]
+    return vocab.sum(jnp.where(place >= 0, mine, 0.0))
+
+
+def top(values: jax.Array, k: int, vocab: Group = ALONE) -> tuple[jax.Array, jax.Array]:
+    """The k largest values [..., V] and their ids [..., k], the lowest id first among equals.
+
+    Each device sends its own k; they arrive in order of id, which decides between equals.
+    """
+    best, columns = lax.top_k(values, min(k, values.shape[-1]))
+    if vocab.size == 1:
+        return best, columns
+    axis = values.ndim - 1
+    ids = vocab.gather(columns + vocab.first(values.shape[-1]), axis)
+    best, columns = lax.top_k(vocab.gather(best, axis), k)
+    return best, jnp.take_along_axis(ids, columns, axis=-1)
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:

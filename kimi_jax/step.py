@@ -4,6 +4,10 @@ Plain decoding is the step with a tree of the root alone; there is no second pat
 runs on the device: the host decides between calls (`Control`) and reads what came out
 (`StepOutput`).
 
+Under a layout of several devices the three compiled functions run as one program on each of them
+(`Layout.spmd`): all below is then written for a device's own parts of weights, slots, pages and
+vocabulary, and every decision is taken by every device from the same reduced values.
+
 A prompt t_0..t_{n-1} is prefilled up to t_{n-2}; its last token is the first anchor. So the first
 generated token comes out of an ordinary step, and at every moment a sequence has length + 1 tokens:
 `length` of them in the cache, and the anchor.
@@ -22,12 +26,15 @@ from kimi_jax import sampling
 from kimi_jax.cache import Cache
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.model import transformer
+from kimi_jax.model import weights as target_weights
 from kimi_jax.model.rows import Rows
 from kimi_jax.model.transformer import Forward
 from kimi_jax.model.weights import Weights
+from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.speculation import accept as acceptance
 from kimi_jax.speculation import drafter as dflash
 from kimi_jax.speculation import tree as ddtree
+from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.speculation.tree import Tree
 from kimi_jax.speculation.weights import DrafterWeights
 
@@ -41,6 +48,7 @@ class StepPlan:
     budget: int = 0  # N, tree nodes compiled for beside the root; each sequence uses n_live of them
     sampled: bool = True  # False: every sequence is greedy, and noise and truncation are left out
     num_logprobs: int = 0  # how many of the likeliest tokens are reported beside the emitted one
+    layout: Layout = SINGLE  # the devices, and what lies where
 
     def __post_init__(self) -> None:
         if self.budget and self.drafter is None:
@@ -54,6 +62,35 @@ class StepPlan:
     @property
     def taps(self) -> tuple[int, ...]:
         return self.drafter.target_layer_ids if self.drafter else ()
+
+    def page_size(self, cache: Cache) -> int:
+        """P, of a device's part of the cache."""
+        return cache.page_size * self.layout.group("page_offset").size
+
+    def own_chunk(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """This group's chunk, from arrays with an axis of groups where there are several."""
+        return arrays if self.layout.data_size == 1 else tuple(a[0] for a in arrays)
+
+
+class Specs:
+    """How the arguments of a plan's functions are split: PartitionSpecs, one for all leaves below.
+
+    Raises ValueError, naming a weight, if a size does not divide over its devices.
+    """
+
+    def __init__(self, plan: StepPlan):
+        layout = plan.layout
+        self.slots = layout.spec("slots")
+        self.weights = layout.specs(target_weights.describe(plan.model, jnp.bfloat16))
+        self.drafter = None
+        if plan.drafter:
+            self.drafter = layout.specs(drafter_weights.describe(plan.drafter, jnp.bfloat16))
+        self.state = State(
+            cache=paged.specs(layout, plan.drafter),
+            length=self.slots,
+            token=self.slots,
+            active=self.slots,
+        )
 
 
 @struct.dataclass
@@ -142,6 +179,7 @@ def propose(
     n_live = jnp.where(state.active, control.n_live, -1)
     if not plan.budget:
         return ddtree.root_only(state.token, n_live)
+    vocab = plan.layout.group("vocab")
     assert plan.drafter is not None and drafter is not None
     assert state.cache.draft_k is not None and state.cache.draft_v is not None
     # A sequence that drafts nothing is given no context, so that it costs none.
@@ -156,12 +194,18 @@ def propose(
         control.page_table,
         jnp.where(drafting, state.length, 0),
         state.token,
+        plan.layout,
     )
     candidates = ddtree.top_candidates(
-        jax.nn.log_softmax(logits[:, : plan.depth], axis=-1),
+        sampling.log_softmax(logits[:, : plan.depth], vocab),
         plan.budget,
         forbidden=plan.drafter.mask_token_id,
+        first_id=vocab.first(logits.shape[-1]),
     )
+    if vocab.size > 1:
+        # The devices' candidates arrive in order of id, which decides between equals.
+        every = ddtree.Candidates(*(vocab.gather(part, axis=2) for part in candidates))
+        candidates = ddtree.best_of(every, plan.budget)
     return ddtree.build(candidates, state.token, n_live, budget=plan.budget)
 
 
@@ -186,7 +230,9 @@ def forward(
 ) -> Forward:
     """The target's verdict on every row of the trees; the cache is only read."""
     rows = tree_rows(tree, state.length, control.page_table)
-    return transformer.forward(weights, plan.model, state.cache.latent, rows, plan.taps)
+    return transformer.forward(
+        weights, plan.model, state.cache.latent, rows, plan.taps, plan.layout
+    )
 
 
 def accept(
@@ -199,34 +245,33 @@ def accept(
     plain decoding's. A drawn token that is a child is accepted; one that isn't is the bonus.
     """
     batch, width = tree.tokens.shape
-    logits = logits.reshape(batch, width, -1)
-    vocab = logits.shape[-1]
+    vocab = plan.layout.group("vocab")
+    columns = logits.shape[-1]
 
     def by_row(values: jax.Array) -> jax.Array:
         """[B, ...] -> [M, ...]"""
         return jnp.repeat(values, width, axis=0)
 
-    flat = logits.reshape(batch * width, vocab)
     tokens_so_far = (state.length[:, None] + tree.depths + 1).reshape(-1)
-    flat = sampling.apply_bias(flat, by_row(control.bias_ids), by_row(control.bias_values))
+    flat = sampling.apply_bias(logits, by_row(control.bias_ids), by_row(control.bias_values), vocab)
     flat = sampling.forbid(
-        flat, by_row(control.stop_ids), tokens_so_far < by_row(control.min_length)
+        flat, by_row(control.stop_ids), tokens_so_far < by_row(control.min_length), vocab
     )
     if plan.sampled:
         depth_positions = state.length[:, None] + 1 + jnp.arange(plan.depth + 1)
-        noise = sampling.gumbel(
-            control.seed[:, None], depth_positions, jnp.arange(vocab, dtype=jnp.uint32)
-        )
+        ids = vocab.first(columns) + jnp.arange(columns, dtype=jnp.int32)
+        noise = sampling.gumbel(control.seed[:, None], depth_positions, ids.astype(jnp.uint32))
         drawn = sampling.draw(
             flat,
             temperature=by_row(control.temperature),
             top_k=by_row(control.top_k),
             top_p=by_row(control.top_p),
             min_p=by_row(control.min_p),
-            noise=jnp.take_along_axis(noise, tree.depths[..., None], axis=1).reshape(-1, vocab),
+            noise=jnp.take_along_axis(noise, tree.depths[..., None], axis=1).reshape(-1, columns),
+            vocab=vocab,
         )
     else:
-        drawn = jnp.argmax(flat, axis=-1).astype(jnp.int32)
+        drawn = sampling.likeliest(flat, vocab)
     walk = acceptance.walk(tree, drawn.reshape(batch, width), depth=plan.depth)
     cut = acceptance.cut(
         walk.tokens,
@@ -255,7 +300,7 @@ def commit(
     valid = (steps < outcome.count[:, None]).reshape(-1)
     pages, offsets = (
         part.reshape(-1)
-        for part in paged.locate(control.page_table, positions, state.cache.page_size)
+        for part in paged.locate(control.page_table, positions, plan.page_size(state.cache))
     )
     rows = outcome.rows.reshape(-1)
     cache = _write(
@@ -312,10 +357,17 @@ def decode_steps(
 ) -> tuple[State, StepOutput]:
     """`steps` steps in one call; the outputs get a leading axis [steps]. `state` is donated."""
 
-    def body(carry: State, _: None) -> tuple[State, StepOutput]:
-        return decode_step(weights, drafter, carry, control, plan=plan)
+    def run(weights, drafter, state, control):
+        def body(carry: State, _: None) -> tuple[State, StepOutput]:
+            return decode_step(weights, drafter, carry, control, plan=plan)
 
-    return lax.scan(body, state, length=steps)
+        return lax.scan(body, state, length=steps)
+
+    ins = Specs(plan)
+    outs = ins.state, plan.layout.spec("any", "slots")
+    return plan.layout.spmd(run, (ins.weights, ins.drafter, ins.state, ins.slots), outs)(
+        weights, drafter, state, control
+    )
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
@@ -334,26 +386,41 @@ def prefill(
 
     page_row int32 [MP]; tokens int32 [C], of which `count` are real. Slots are not touched: the
     host sets length, token and active when the prompt is in.
+
+    Under a layout of several groups along `data` each writes a chunk of its own: page_row [groups,
+    MP], tokens [groups, C], start and count [groups]; a count of 0 writes nothing.
     """
-    chunk = transformer.forward_chunk(
-        weights, plan.model, state.cache.latent, page_row, tokens, start, count, plan.taps
+
+    def run(weights, drafter, state, page_row, tokens, start, count):
+        page_row, tokens, start, count = plan.own_chunk(page_row, tokens, start, count)
+        chunk = transformer.forward_chunk(
+            *(weights, plan.model, state.cache.latent, page_row, tokens, start, count),
+            plan.taps,
+            plan.layout,
+        )
+        positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        valid = jnp.arange(tokens.shape[0]) < count
+        page_size = plan.page_size(state.cache)
+        pages, offsets = paged.locate(page_row[None], positions[None], page_size)
+        cache = _write(
+            dataclasses.replace(state.cache, latent=chunk.latent),
+            drafter,
+            None,
+            chunk.taps,
+            positions,
+            (pages[0], offsets[0], valid),
+            plan=plan,
+        )
+        return dataclasses.replace(state, cache=cache)
+
+    ins = Specs(plan)
+    chunk = (ins.slots,) * 4
+    return plan.layout.spmd(run, (ins.weights, ins.drafter, ins.state, *chunk), ins.state)(
+        weights, drafter, state, page_row, tokens, start, count
     )
-    positions = start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    valid = jnp.arange(tokens.shape[0]) < count
-    pages, offsets = paged.locate(page_row[None], positions[None], state.cache.page_size)
-    cache = _write(
-        dataclasses.replace(state.cache, latent=chunk.latent),
-        drafter,
-        None,
-        chunk.taps,
-        positions,
-        (pages[0], offsets[0], valid),
-        plan=plan,
-    )
-    return dataclasses.replace(state, cache=cache)
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="latent")
+@functools.partial(jax.jit, static_argnames=("config", "layout"), donate_argnames="latent")
 def score(
     weights: Weights,
     latent: jax.Array,
@@ -363,10 +430,29 @@ def score(
     count: jax.Array,
     *,
     config: ModelConfig,
+    layout: Layout = SINGLE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Teacher-forced logits of a chunk, float32 [C, VOCAB], and the pages, chunk written."""
-    chunk = transformer.forward_chunk(weights, config, latent, page_row, tokens, start, count, ())
-    return transformer.unembed(weights, config, chunk.hidden), chunk.latent
+    """Teacher-forced logits of a chunk, float32 [C, VOCAB], and the pages, chunk written.
+
+    Groups along `data` take chunks of their own, as in `prefill`: logits [groups, C, VOCAB] then.
+    """
+    plan = StepPlan(model=config, layout=layout)
+
+    def run(weights, latent, page_row, tokens, start, count):
+        page_row, tokens, start, count = plan.own_chunk(page_row, tokens, start, count)
+        chunk = transformer.forward_chunk(
+            weights, config, latent, page_row, tokens, start, count, (), layout
+        )
+        logits = transformer.unembed(weights, config, chunk.hidden)
+        return (logits if layout.data_size == 1 else logits[None]), chunk.latent
+
+    ins = Specs(plan)
+    chunk = (ins.slots,) * 4
+    axes = ("rows", "vocab") if layout.data_size == 1 else ("slots", "rows", "vocab")
+    outs = layout.spec(*axes), ins.state.cache.latent
+    return layout.spmd(run, (ins.weights, ins.state.cache.latent, *chunk), outs)(
+        weights, latent, page_row, tokens, start, count
+    )
 
 
 def _write(
@@ -384,11 +470,14 @@ def _write(
     taps [n_taps, T, D], positions int32 [T], where = (pages, offsets, valid) each [T].
     """
     if rows is not None:
-        cache = dataclasses.replace(cache, latent=paged.write_rows(cache.latent, rows, *where))
+        pages, offsets, valid = where
+        context = plan.layout.group("page_offset")
+        own = paged.part_places(offsets, valid, cache.page_size, context)
+        cache = dataclasses.replace(cache, latent=paged.write_rows(cache.latent, rows, pages, *own))
     if plan.drafter is None:
         return cache
     assert drafter is not None and cache.draft_k is not None and cache.draft_v is not None
-    keys, values = dflash.project_context(drafter, plan.drafter, taps, positions)
+    keys, values = dflash.project_context(drafter, plan.drafter, taps, positions, plan.layout)
     return dataclasses.replace(
         cache,
         draft_k=paged.write_rows(cache.draft_k, keys, *where),
@@ -397,16 +486,15 @@ def _write(
 
 
 def _report(logits: jax.Array, tree: Tree, outcome: Accepted, *, plan: StepPlan) -> StepOutput:
-    log_probs = jax.nn.log_softmax(logits[outcome.rows], axis=-1)  # [B, DEPTH + 1, VOCAB]
-    top_logprobs, top_ids = lax.top_k(log_probs, plan.num_logprobs)
+    vocab = plan.layout.group("vocab")
+    log_probs = sampling.log_softmax(logits[outcome.rows], vocab)  # [B, DEPTH + 1, VOCAB]
+    top_logprobs, top_ids = sampling.top(log_probs, plan.num_logprobs, vocab)
     return StepOutput(
         tokens=outcome.tokens,
         count=outcome.count,
         finish=outcome.finish,
         nodes=jnp.maximum(tree.live.sum(axis=1, dtype=jnp.int32) - 1, 0),
-        logprobs=jnp.take_along_axis(log_probs, jnp.maximum(outcome.tokens, 0)[..., None], axis=-1)[
-            ..., 0
-        ],
+        logprobs=sampling.pick(log_probs, jnp.maximum(outcome.tokens, 0), vocab),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
     )

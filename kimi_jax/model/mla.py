@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kimi_jax import cache
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
 from kimi_jax.model.norm import rms_norm
@@ -16,6 +17,7 @@ from kimi_jax.model.rows import Rows
 from kimi_jax.model.weights import Attention
 from kimi_jax.numerics import OnlineSoftmax, einsum
 from kimi_jax.pallas.tree_mla import api as tree_mla
+from kimi_jax.sharding.group import ALONE, Group
 
 _PREFILL_BLOCK = 256  # tokens of context expanded to keys and values at a time
 
@@ -52,31 +54,59 @@ def step_attention(
     latent: jax.Array,
     layer: jax.Array | int,
     *,
+    context: Group = ALONE,
     implementation: tree_mla.Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Absorbed form: x [M, D] normed -> (output [M, D] float32, the rows' own latents [M, R + PE]).
 
-    The rows see their sequence's cached positions and their ancestors among the step's rows.
+    The rows see their sequence's cached positions and their ancestors among the step's rows. With
+    heads split over devices H is a device's part of them, and the output a partial sum; `context`
+    are the devices that hold parts of every page.
     """
     q_nope, q_pe, own = project(weights, config, x, cos, sin)
     q_latent = einsum("mhn,hnr->mhr", q_nope, weights.w_uk).astype(x.dtype)
-    attended, _ = tree_mla.attend(
-        jnp.concatenate([q_latent, q_pe], axis=-1),
-        latent,
-        layer,
-        own,
-        rows.ancestors,
-        rows.row_start,
-        rows.row_count,
-        rows.length,
-        rows.page_table,
-        rank=config.kv_lora_rank,
-        scale=config.softmax_scale,
-        max_rows=rows.max_rows,
-        implementation=implementation,
-    )
+
+    def attend(q: jax.Array, ancestors: jax.Array, length: jax.Array):
+        return tree_mla.attend(
+            q,
+            latent,
+            layer,
+            own,
+            ancestors,
+            rows.row_start,
+            rows.row_count,
+            length,
+            rows.page_table,
+            rank=config.kv_lora_rank,
+            scale=config.softmax_scale,
+            max_rows=rows.max_rows,
+            implementation=implementation,
+        )
+
+    q = jnp.concatenate([q_latent, q_pe], axis=-1)
+    if context.size == 1:
+        attended, _ = attend(q, rows.ancestors, rows.length)
+    else:
+        # All heads look at this device's part of the context; one device adds the rows' own.
+        mine = cache.part_length(rows.length, latent.shape[2], context)
+        ancestors = jnp.where(context.index == 0, rows.ancestors, 0)
+        attended = _merge(*attend(context.gather(q, axis=1), ancestors, mine), context)
     heads = einsum("mhr,hvr->mhv", attended, weights.w_uv).astype(x.dtype)
     return output(weights, heads), own
+
+
+def _merge(out: jax.Array, lse: jax.Array, context: Group) -> jax.Array:
+    """Joins attention over parts of the context: out [M, all H, R], lse [M, all H] -> [M, H, R].
+
+    A part that saw nothing has lse -inf and weighs nothing; nothing seen anywhere gives 0.
+    """
+    top = context.max(lse)
+    weight = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
+    weighted = jnp.where(weight[..., None] > 0, out.astype(jnp.float32) * weight[..., None], 0.0)
+    joined = jnp.concatenate([weighted, weight[..., None]], axis=-1)
+    joined = context.sum_parts(joined, axis=1)
+    total = joined[..., -1:]
+    return (joined[..., :-1] / jnp.where(total > 0, total, 1.0)).astype(out.dtype)
 
 
 def prefill_attention(
@@ -89,6 +119,8 @@ def prefill_attention(
     layer: jax.Array | int,
     page_row: jax.Array,
     end: jax.Array,
+    *,
+    context: Group = ALONE,
 ) -> jax.Array:
     """Expanded form for a chunk of one sequence whose rows are in the pages already.
 
@@ -96,11 +128,12 @@ def prefill_attention(
       q_nope [C, H, NOPE], q_pe [C, H, PE], positions int32 [C]: the chunk's queries.
       latent [L, pages, P, R + PE], page_row int32 [pages of the longest context]: its cache.
       end: positions < end are written; a query sees those up to its own.
+      context: devices that hold parts of every page; blocks of it are gathered one by one.
 
     Returns:
       [C, D] float32.
     """
-    page_size = latent.shape[2]
+    page_size = latent.shape[2] * context.size
     pages_a_block = max(_PREFILL_BLOCK // page_size, 1)
     tokens = pages_a_block * page_size
     table = jnp.pad(page_row, (0, -page_row.shape[0] % pages_a_block))
@@ -109,7 +142,7 @@ def prefill_attention(
     def fold(i: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
         pages = lax.dynamic_slice_in_dim(table, i * pages_a_block, pages_a_block)
         at = i * tokens + jnp.arange(tokens)
-        rows = latent[layer, pages].reshape(tokens, -1)
+        rows = context.gather(latent[layer, pages], axis=1).reshape(tokens, -1)
         rows = jnp.where((at < end)[:, None], rows, 0)  # unwritten memory may hold NaN
         kv_c, k_pe = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         k_nope = einsum("tr,hnr->htn", kv_c, weights.w_uk).astype(rows.dtype)

@@ -8,10 +8,11 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model.weights import DenseMLP, MoE
 from kimi_jax.numerics import einsum
 from kimi_jax.pallas.int4_moe import api as int4_moe
+from kimi_jax.sharding.layout import SINGLE, Layout
 
 
 def dense_mlp(weights: DenseMLP, x: jax.Array) -> jax.Array:
-    """down(silu(gate x) * up x): x [M, D] -> float32 [M, D]."""
+    """down(silu(gate x) * up x): x [M, D] -> float32 [M, D] (partial if the width is split)."""
     gate_up = einsum("md,gfd->mgf", x, weights.gate_up)
     hidden = (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]).astype(x.dtype)
     return einsum("mf,df->md", hidden, weights.down)
@@ -42,19 +43,25 @@ def moe(
     x: jax.Array,
     live: jax.Array,
     *,
+    layout: Layout = SINGLE,
     implementation: int4_moe.Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Routed sum + shared expert: x [M, D] normed -> (float32 [M, D], expert ids int32 [M, K])."""
+    """Routed sum + shared expert: x [M, D] normed -> (float32 [M, D], expert ids int32 [M, K]).
+
+    Under a layout the sum is partial, over the devices of `layout.model`. A device sees all rows
+    and serves the experts that it has: another's id is, here, not routed. Nothing is dropped.
+    """
     ids, shares = route(weights, config, x, live)
     experts = weights.experts
+    travel = layout.rows_travel
     routed = int4_moe.routed_experts(
-        x,
-        ids,
-        shares,
+        travel.gather(x, axis=0),
+        layout.group("expert").local(travel.gather(ids, axis=0), experts.gate_up_codes.shape[0]),
+        travel.gather(shares, axis=0),
         experts.gate_up_codes,
         experts.gate_up_scales,
         experts.down_codes,
         experts.down_scales,
         implementation=implementation,
     )
-    return routed + dense_mlp(weights.shared, x), ids
+    return travel.sum_parts(routed, axis=0) + dense_mlp(weights.shared, x), ids

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from kimi_jax import cache
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import mla, moe, rope
+from kimi_jax.model.embedding import lookup
 from kimi_jax.model.norm import rms_norm
 from kimi_jax.model.rows import Rows
 from kimi_jax.model.weights import DenseMLP, Layer, Weights
 from kimi_jax.numerics import einsum
+from kimi_jax.sharding.layout import SINGLE, Layout
 
 
 @struct.dataclass
@@ -29,13 +32,13 @@ class Forward:
     experts: jax.Array
 
 
-def embed(weights: Weights, tokens: jax.Array) -> jax.Array:
+def embed(weights: Weights, tokens: jax.Array, layout: Layout = SINGLE) -> jax.Array:
     """int32 [M] -> [M, D]."""
-    return weights.embed[tokens]
+    return lookup(weights.embed, tokens, layout.group("vocab"))
 
 
 def unembed(weights: Weights, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Residual stream [M, D] -> logits float32 [M, VOCAB]."""
+    """Residual stream [M, D] -> logits float32 [M, VOCAB], or a device's part of them."""
     return einsum("md,vd->mv", rms_norm(hidden, weights.norm, config.rms_norm_eps), weights.lm_head)
 
 
@@ -53,19 +56,19 @@ def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _mlp(
-    layer: Layer, config: ModelConfig, x: jax.Array, live: jax.Array
+    layer: Layer, config: ModelConfig, x: jax.Array, live: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array | None]:
     """The layer's second half, residual included: x [M, D] -> ([M, D], expert ids or None)."""
     normed = rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, DenseMLP):
         out, ids = moe.dense_mlp(layer.mlp, normed), None
     else:
-        out, ids = moe.moe(layer.mlp, config, normed, live)
-    return x + out.astype(x.dtype), ids
+        out, ids = moe.moe(layer.mlp, config, normed, live, layout=layout)
+    return x + layout.model.sum(out).astype(x.dtype), ids
 
 
 # The layer is jitted by itself, its number an argument: identical kernels then compile once.
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "layout"))
 def _step_layer(
     layer: Layer,
     config: ModelConfig,
@@ -75,31 +78,42 @@ def _step_layer(
     rows: Rows,
     latent: jax.Array,
     index: jax.Array,
+    layout: Layout,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
     with jax.named_scope("attention"):
         out, own = mla.step_attention(
-            layer.attention, config, normed, cos, sin, rows, latent, index
+            *(layer.attention, config, normed, cos, sin, rows, latent, index),
+            context=layout.group("page_offset"),
         )
-    x = x + out.astype(x.dtype)
+    x = x + layout.model.sum(out).astype(x.dtype)
     with jax.named_scope("experts"):
-        x, ids = _mlp(layer, config, x, rows.live)
+        x, ids = _mlp(layer, config, x, rows.live, layout)
     return x, own, ids
 
 
 def forward(
-    weights: Weights, config: ModelConfig, latent: jax.Array, rows: Rows, taps: Sequence[int]
+    weights: Weights,
+    config: ModelConfig,
+    latent: jax.Array,
+    rows: Rows,
+    taps: Sequence[int],
+    layout: Layout = SINGLE,
 ) -> Forward:
     """Sends a step's rows through the target; latent [L, pages, P, R + PE] is only read.
 
     taps: 0-based ids of the layers whose outputs are returned (before the final norm).
+    layout: where the parts of weights and cache lie; a layer then has two reductions, one behind
+    its attention and one behind its experts.
     """
     cos, sin = rotary(config, rows.position)
-    x = embed(weights, rows.token)
+    x = embed(weights, rows.token, layout)
     own_rows, experts, tapped = [], [], {}
     for index, layer in enumerate(weights.layers):
         with jax.named_scope(f"layer{index}"):
-            x, own, ids = _step_layer(layer, config, x, cos, sin, rows, latent, jnp.int32(index))
+            x, own, ids = _step_layer(
+                layer, config, x, cos, sin, rows, latent, jnp.int32(index), layout
+            )
         own_rows.append(own)
         if ids is not None:
             experts.append(ids)
@@ -129,7 +143,7 @@ class Chunk:
     experts: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "layout"))
 def _chunk_layer(
     layer: Layer,
     config: ModelConfig,
@@ -142,18 +156,22 @@ def _chunk_layer(
     index: jax.Array,
     page_row: jax.Array,
     end: jax.Array,
+    layout: Layout,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    context = layout.group("page_offset")
     normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
     q_nope, q_pe, own = mla.project(layer.attention, config, normed, cos, sin)
-    page_size = latent.shape[2]
+    page_size = latent.shape[2] * context.size
     pages, offsets = page_row[positions // page_size], positions % page_size
-    pages = jnp.where(valid, pages, latent.shape[1])
+    offsets, written = cache.part_places(offsets, valid, latent.shape[2], context)
+    pages = jnp.where(written, pages, latent.shape[1])
     latent = latent.at[index, pages, offsets].set(own.astype(latent.dtype), mode="drop")
     out = mla.prefill_attention(
-        layer.attention, config, q_nope, q_pe, positions, latent, index, page_row, end
+        *(layer.attention, config, q_nope, q_pe, positions, latent, index, page_row, end),
+        context=context,
     )
-    x = x + out.astype(x.dtype)
-    x, ids = _mlp(layer, config, x, valid)
+    x = x + layout.model.sum(out).astype(x.dtype)
+    x, ids = _mlp(layer, config, x, valid, layout)
     return x, latent, ids
 
 
@@ -166,6 +184,7 @@ def forward_chunk(
     start: jax.Array,
     count: jax.Array,
     taps: Sequence[int],
+    layout: Layout = SINGLE,
 ) -> Chunk:
     """A chunk of one sequence: writes positions start..start+count-1 and attends causally.
 
@@ -177,7 +196,7 @@ def forward_chunk(
     valid = offsets < count
     positions = jnp.where(valid, start + offsets, 0)
     cos, sin = rotary(config, positions)
-    x = embed(weights, tokens)
+    x = embed(weights, tokens, layout)
     experts, tapped = [], {}
     for index, layer in enumerate(weights.layers):
         with jax.named_scope(f"layer{index}"):
@@ -193,6 +212,7 @@ def forward_chunk(
                 jnp.int32(index),
                 page_row,
                 start + count,
+                layout,
             )
         if ids is not None:
             experts.append(ids)

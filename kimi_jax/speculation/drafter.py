@@ -20,15 +20,21 @@ from jax import lax
 
 from kimi_jax.config import DrafterConfig
 from kimi_jax.model import rope
+from kimi_jax.model.embedding import lookup
 from kimi_jax.model.norm import rms_norm
 from kimi_jax.numerics import OnlineSoftmax, einsum
+from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.speculation.weights import DrafterLayer, DrafterWeights
 
 BLOCK = 256  # tokens of context folded in at a time, fixed: a row's sum never depends on the batch
 
 
 def project_context(
-    weights: DrafterWeights, config: DrafterConfig, taps: jax.Array, positions: jax.Array
+    weights: DrafterWeights,
+    config: DrafterConfig,
+    taps: jax.Array,
+    positions: jax.Array,
+    layout: Layout = SINGLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Context keys and values of T committed positions, for every drafter layer.
 
@@ -41,8 +47,10 @@ def project_context(
         k (normed and rotated) and v, [Ld, T, KV, HD] in the weights' dtype.
     """
     dtype = weights.fc.dtype
+    width = layout.group("tap_embed")
+    taps = width.part(taps.astype(dtype), axis=2)
     # One product a tap, then their sum: a contraction over (tap, D) would transpose fc first.
-    features = einsum("ntd,ned->nte", taps.astype(dtype), weights.fc).sum(axis=0)
+    features = width.sum(einsum("ntd,ned->nte", taps, weights.fc).sum(axis=0))
     context = rms_norm(features, weights.hidden_norm, config.rms_norm_eps).astype(dtype)
     cos, sin = _cos_sin(config, positions)
     rows = [_keys_values(layer, config, context, cos, sin) for layer in weights.layers]
@@ -59,10 +67,12 @@ def propose_logits(
     page_table: jax.Array,
     length: jax.Array,
     anchor: jax.Array,
+    layout: Layout = SINGLE,
 ) -> jax.Array:
     """Logits of the DEPTH tokens behind each anchor: float32 [B, DEPTH, VOCAB].
 
-    The mask token's logit is among them; leave it out before proposing.
+    Under a layout, of this device's part of the vocabulary. The mask token's logit is among them;
+    leave it out before proposing.
 
     Args:
         target_embed: [VOCAB, D]; lm_head: [VOCAB, D].
@@ -76,7 +86,7 @@ def propose_logits(
     dtype = weights.fc.dtype
     batch, slots = anchor.shape[0], config.block_size
     block = jnp.full((batch, slots), config.mask_token_id, anchor.dtype).at[:, 0].set(anchor)
-    x = target_embed[block.reshape(-1)].astype(dtype)
+    x = lookup(target_embed, block.reshape(-1), layout.group("vocab")).astype(dtype)
     positions = length[:, None] + jnp.arange(slots)
     cos, sin = _cos_sin(config, positions.reshape(-1))
     for index, layer in enumerate(weights.layers):
@@ -85,12 +95,13 @@ def propose_logits(
             *(layer, x, cos, sin, draft_k, draft_v, jnp.int32(index), page_table, length),
             config=config,
             sliding=sliding,
+            layout=layout,
         )
     hidden = rms_norm(x, weights.norm, config.rms_norm_eps).reshape(batch, slots, -1)
     return einsum("btd,vd->btv", hidden[:, 1:], lm_head)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sliding"))
+@functools.partial(jax.jit, static_argnames=("config", "sliding", "layout"))
 def _layer(
     weights: DrafterLayer,
     x: jax.Array,
@@ -104,6 +115,7 @@ def _layer(
     *,
     config: DrafterConfig,
     sliding: bool,
+    layout: Layout,
 ) -> jax.Array:
     """One decoder block: x [B * block_size, D] -> the same. Jitted by itself to be traced once."""
     dtype, eps = x.dtype, config.rms_norm_eps
@@ -117,11 +129,13 @@ def _layer(
         window=window,
         causal=sliding and config.sliding_causal,
     )
-    x = x + einsum("mhn,dhn->md", heads.astype(dtype), weights.o).astype(dtype)
+    out = einsum("mhn,dhn->md", heads.astype(dtype), weights.o)
+    x = x + layout.group("draft_heads").sum(out).astype(dtype)
     normed = rms_norm(x, weights.post_attention_norm, eps)
     gate, up = einsum("md,gid->gmi", normed, weights.gate_up)
     hidden = (jax.nn.silu(gate) * up).astype(dtype)
-    return x + einsum("mi,di->md", hidden, weights.down).astype(dtype)
+    out = einsum("mi,di->md", hidden, weights.down)
+    return x + layout.group("draft_width").sum(out).astype(dtype)
 
 
 def _attend(

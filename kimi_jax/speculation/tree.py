@@ -34,6 +34,7 @@ from flax import struct
 from jax import lax
 
 WORD_BITS = 32
+GROUP = 160  # divides K2.6's vocabulary, whole and in 2..8 shards; see `_top_k`
 
 
 class Candidates(NamedTuple):
@@ -118,7 +119,11 @@ def lattice(budget: int, depth: int, width: int) -> Lattice:
 
 
 def top_candidates(
-    log_probs: jax.Array, k: int, *, forbidden: int | None = None, first_id: int = 0
+    log_probs: jax.Array,
+    k: int,
+    *,
+    forbidden: int | None = None,
+    first_id: jax.Array | int = 0,
 ) -> Candidates:
     """The `k` best tokens of each slot of float32 [B, DEPTH, V]; equal ones rank by lower id.
 
@@ -139,7 +144,7 @@ def top_candidates(
     column = lax.broadcasted_iota(jnp.int32, values.shape, 2)
     if forbidden is not None:
         values = jnp.where(column == forbidden - first_id, -jnp.inf, values)
-    values, columns = lax.top_k(values, min(k, values.shape[-1]))
+    values, columns = _top_k(values, min(k, values.shape[-1]))
     return Candidates(values, columns + first_id)
 
 
@@ -203,6 +208,26 @@ def words(flags: jax.Array) -> jax.Array:
     bits = jnp.left_shift(jnp.uint32(1), jnp.arange(WORD_BITS, dtype=jnp.uint32))
     by_word = padded.reshape(*batch, count, WORD_BITS)
     return jnp.sum(jnp.where(by_word, bits, 0), axis=-1, dtype=jnp.uint32)
+
+
+def _top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k` of [..., V], ties included, in two stages where V is a real vocabulary.
+
+    The k best lie in the k groups with the highest maxima: any group ahead of an element's own
+    holds something ahead of that element. An H200 takes 123 us for the 63 best of 7 x 163,840 in
+    one stage (and as long for the 8 best: a single kernel, but one block a row), 47 us in two.
+    """
+    *rows, vocab = values.shape
+    if 4 * k * GROUP > vocab:
+        return lax.top_k(values, k)
+    lengthen = (*((0, 0),) * len(rows), (0, -vocab % GROUP))
+    groups = jnp.pad(values, lengthen, constant_values=-jnp.inf).reshape(*rows, -1, GROUP)
+    _, best = lax.top_k(jnp.max(groups, axis=-1), k)
+    best = jnp.sort(best, axis=-1)  # so that the lower place is the lower id
+    finalists = jnp.take_along_axis(groups, best[..., None], axis=-2).reshape(*rows, k * GROUP)
+    top, place = lax.top_k(finalists, k)
+    group = jnp.take_along_axis(best, place // GROUP, axis=-1)
+    return top, group * GROUP + place % GROUP
 
 
 def _scores(values: jax.Array, table: Lattice) -> jax.Array:
