@@ -247,6 +247,27 @@ def test_equal_log_probs_in_a_slot_rank_by_lower_id():
     assert candidates.ids[0, 0].tolist() == [17, 1500, 2999, 0, 1, 2]
 
 
+@pytest.mark.parametrize("vocab", [20_480, 20_001])  # a whole number of groups, and not
+@pytest.mark.parametrize("k", [1, 8, 31])
+def test_candidates_of_a_large_vocabulary_equal_a_stable_sort(k, vocab):
+    rng = np.random.default_rng(k)
+    smooth = rng.normal(size=vocab)
+    slots = [
+        log_softmax(smooth),
+        log_softmax(np.sort(smooth)),  # all of the best in the last groups
+        log_softmax(-np.sort(smooth)),
+        -rng.integers(0, 40, size=vocab) / 8,  # hundreds tie at the top
+        np.full(vocab, -1.0),
+        np.where(rng.random(vocab) < 0.9995, -np.inf, -1.0),  # fewer than k are possible
+        np.full(vocab, -np.inf),
+    ]
+    log_probs = np.stack(slots).astype(np.float32)[None]
+    top = jax.jit(trees.top_candidates, static_argnums=1)(log_probs, k)
+    order = np.argsort(-log_probs, axis=-1, kind="stable")[..., :k]
+    np.testing.assert_array_equal(top.ids, order)
+    np.testing.assert_array_equal(top.values, np.take_along_axis(log_probs, order, axis=-1))
+
+
 def test_zeros_of_either_sign_are_one_value():
     log_probs = np.full((1, DEPTH, 5), -np.inf, np.float32)
     log_probs[0, ::2, 1] = -0.0
