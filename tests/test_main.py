@@ -139,6 +139,17 @@ def test_help_names_the_main_flags(folder):
         assert f"  {flag}" in out.replace("--[no]", "--")
 
 
+def test_a_drafter_changes_the_steps_and_not_the_text(folder, tmp_path):
+    drafter = model_folder.write_drafter(tmp_path / "drafter")
+    given = ("--model", folder, "--nochat", "--prompt", "Hello", "--temperature", "0")
+    given = (*given, "--max_tokens", "24", "--ignore_eos")
+    _, plain, err = run(*given, "--nospeculate")
+    assert "no drafter: plain decoding" in err and "a tree of" not in err
+    code, out, err = run(*given, "--drafter", drafter, "--tree-budget", "8")
+    assert code == 0 and out == plain
+    assert re.search(r"with a tree of [\d.]+ nodes, acceptance length 1\.\d\d, accepted by", err)
+
+
 # How it ends early
 
 
@@ -233,6 +244,34 @@ def test_a_wrong_value_is_refused_by_name(folder, arguments, message):
     model = [] if "--model" in arguments else ["--model", folder]
     code, err = refused(*model, "--nochat", "--prompt", "x", *arguments)
     assert code == 1 and message in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "the drafter's hidden_size=64, the target's 96"),
+        ({"vocab_size": 544}, "the drafter's vocab_size=544, the target's 512"),
+        ({"target_layer_ids": (0, 2)}, "target_layer_ids=[0, 2]: [2] lie outside"),
+    ],
+)
+def test_a_drafter_of_another_model_is_refused_by_name(folder, tmp_path, changes, message):
+    drafter = model_folder.write_drafter(tmp_path / "drafter", **changes)
+    code, err = refused("--model", folder, "--drafter", drafter, "--prompt", "x")
+    assert code == 1 and message in err
+
+
+def test_a_drafter_without_its_taps_is_refused(folder, tmp_path):
+    drafter = model_folder.write_drafter(tmp_path / "drafter")
+    config = json.loads((drafter / "config.json").read_text())
+    text = json.dumps(config).replace("target_layer_ids", "other_layer_ids")
+    (drafter / "config.json").write_text(text)
+    code, err = refused("--model", folder, "--drafter", drafter, "--prompt", "x")
+    assert code == 1 and "target_layer_ids" in err
+
+
+def test_a_budget_outside_0_to_63_is_refused(folder):
+    code, err = refused("--model", folder, "--tree_budget", "64", "--prompt", "x")
+    assert code == 1 and "tree_budget=64: expected 'auto' or a number in 0..63" in err
 
 
 def test_a_prompt_longer_than_the_context_is_refused_before_loading(folder):
