@@ -83,6 +83,14 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(of, described)
 
+    def device_bytes(self, described: Any) -> int:
+        """Bytes of a tree of `Param` on each device."""
+        total = 0
+        for param in jax.tree.leaves(described):
+            split = math.prod(self.group(axis).size for axis in param.axes)
+            total += math.prod(param.shape) * param.dtype.itemsize // split
+        return total
+
     def shardings(self, specs: Any) -> Any:
         """A tree of PartitionSpecs -> NamedShardings, or None on one device."""
         if self.mesh is None:
