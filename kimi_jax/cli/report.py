@@ -6,15 +6,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kimi_jax.llm import Result
 
 
-def as_json(result: Result, *, logprobs: bool) -> dict[str, Any]:
-    """One object of the list that --output_json writes."""
+def as_json(
+    result: Result, *, logprobs: bool, stage_ms: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """One object of the list that --output_json writes; stage_ms: of the whole run."""
     entry: dict[str, Any] = {
         "text": result.text,
         "reasoning": result.reasoning,
@@ -24,6 +26,8 @@ def as_json(result: Result, *, logprobs: bool) -> dict[str, Any]:
         "usage": dataclasses.asdict(result.usage),
         "stats": dataclasses.asdict(result.stats),
     }
+    if stage_ms:
+        entry["stats"]["stage_ms"] = dict(stage_ms)
     if logprobs:
         tops = result.top_logprobs or [{}] * len(result.token_ids)
         entry["logprobs"] = [
@@ -57,7 +61,10 @@ def write_json(path: str, entries: Sequence[dict[str, Any]]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    target = Path(path).absolute()
+    target = Path(path).resolve()  # a link stays one
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")  # a device or a pipe: nothing to rename onto
+        return
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -74,7 +81,9 @@ def write_json(path: str, entries: Sequence[dict[str, Any]]) -> None:
         raise
 
 
-def summary(results: Sequence[Result], seconds: float) -> str:
+def summary(
+    results: Sequence[Result], seconds: float, stage_ms: Mapping[str, float] | None = None
+) -> str:
     """A few lines for the end of a run; seconds: from the first request to the last token."""
     prompt = sum(result.usage.prompt_tokens for result in results)
     tokens = sum(result.usage.completion_tokens for result in results)
@@ -105,6 +114,9 @@ def summary(results: Sequence[Result], seconds: float) -> str:
         )
     if steps:
         lines.append(f"{steps} steps, {tokens / steps:.2f} tokens a step" + _drafting(results))
+    if stage_ms:
+        stages = ", ".join(f"{stage} {value:.3f}" for stage, value in stage_ms.items())
+        lines.append(f"profiled, ms a step: {stages}")
     return "\n".join(lines)
 
 

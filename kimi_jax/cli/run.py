@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from absl import logging
 from tqdm import tqdm
 
+from kimi_jax import profiling
 from kimi_jax.cli import prompts, report
 from kimi_jax.cli import speculation as speculating
 from kimi_jax.cli.prompts import Job
@@ -111,9 +112,11 @@ class Trace:
 
     def __init__(self, folder: str | None, steps: int, steps_per_call: int):
         self._folder = folder
+        self._steps_per_call = steps_per_call
         self._first, self._last = 2, 1 + max(1, -(-steps // steps_per_call))
         self._calls = 0
         self._running = False
+        self.steps = 0  # that the trace holds, when it is complete
 
     def before_call(self) -> None:
         self._calls += 1
@@ -133,7 +136,8 @@ class Trace:
 
             jax.profiler.stop_trace()
             self._running = False
-            logging.info("profile written to %s", self._folder)
+            self.steps = (min(self._calls, self._last) - self._first + 1) * self._steps_per_call
+            logging.info("profile of %d steps written to %s", self.steps, self._folder)
 
 
 def run(flags: Any) -> int:
@@ -155,6 +159,10 @@ def run(flags: Any) -> int:
         page_size=flags.page_size,
         gpu_memory_utilization=flags.gpu_memory_utilization,
         seed=flags.seed,
+        sharding=flags.sharding,
+        tensor_parallel_size=flags.tensor_parallel_size,
+        ep_size=expert_parallel_size(flags),
+        data_parallel_size=flags.data_parallel_size,
         **speculation,
     )
     if flags.dry_run:
@@ -170,6 +178,13 @@ def run(flags: Any) -> int:
     llm = load(setup, requests)
     with Interrupt().watch() as interrupt:
         return batch(flags, llm, requests, interrupt)
+
+
+def expert_parallel_size(flags: Any) -> int | None:
+    """--ep_size, or vLLM's switch, which means all devices."""
+    if flags.ep_size is None and flags.enable_expert_parallel:
+        return (flags.tensor_parallel_size or 1) * (flags.data_parallel_size or 1)
+    return flags.ep_size
 
 
 def read_jobs(flags: Any) -> list[Job]:
@@ -262,24 +277,44 @@ def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrup
                         code, interrupt.requested = BROKEN_PIPE, True
     finally:
         trace.stop()
+    seconds = time.perf_counter() - started
     if interrupt.requested and code == 0:
         code = INTERRUPTED
     results = [gather(*pair) for pair in zip(requests, outputs, strict=True)]
+    stages = stage_ms(flags, llm, requests, trace)
     if flags.output_json:
         wants = [request.params.logprobs is not None for request in requests]
         entries = [
-            report.as_json(result, logprobs=want)
+            report.as_json(result, logprobs=want, stage_ms=stages)
             for result, want in zip(results, wants, strict=True)
         ]
         try:
             report.write_json(flags.output_json, entries)
         except BrokenPipeError:
             code = BROKEN_PIPE
-    print(report.summary(results, time.perf_counter() - started), file=sys.stderr)
+    print(report.summary(results, seconds, stages), file=sys.stderr)
     if code == BROKEN_PIPE:
         # What stdout still buffers has no reader: keep the interpreter from flushing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+def stage_ms(
+    flags: Any, llm: LLM, requests: Sequence[Request], trace: Trace
+) -> dict[str, float] | None:
+    """Milliseconds of a step by stage, if steps were profiled."""
+    if not trace.steps:
+        return None
+    programs = llm.engine.programs
+    plans = llm.setup.plans_for(programs, requests)
+    compiled: list[Any] = [programs.decode(plan) for plan in plans]
+    texts = [program.as_text() for program in compiled]
+    try:
+        times = profiling.stage_seconds(flags.profile_dir, "jit_decode_steps", texts)
+    except profiling.NoEvents as error:
+        logging.warning("no time by stage: %s", error)
+        return None
+    return {stage: 1e3 * seconds / trace.steps for stage, seconds in times.items()}
 
 
 def generate(
@@ -318,7 +353,11 @@ def converse(flags: Any, setup: Setup, sampling: dict[str, Any]) -> int:
         messages.append({"role": "system", "content": flags.system})
     print("Type a message; Ctrl-C cuts an answer short, Ctrl-D ends.", file=sys.stderr)
     while True:
-        text = ask()
+        try:
+            text = ask()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return INTERRUPTED
         if text is None:
             return 0
         if not text.strip():
