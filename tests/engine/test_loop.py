@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 from conftest import MODEL, OPTIONS, alone, drain, parameters, programs, teacher_forced, tokenizer
@@ -89,6 +90,17 @@ def test_nothing_is_compiled_after_warm_up():
         engine.add(Request(prompt=prompt, params=params))
     drain(engine)
     assert engine.compilations == before
+
+
+def test_the_twentieth_request_is_the_first_and_memory_stays_flat_over_a_thousand_steps(engine):
+    def run():
+        whole = alone(engine, Request(prompt=PROMPT[:20], params=params))
+        return whole.token_ids, whole.text, sum(array.nbytes for array in jax.live_arrays())
+
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=60, ignore_eos=True)
+    results = [run() for _ in range(20)]
+    assert all(result == results[0] for result in results)
+    assert len(results[0][0]) * 20 > 1000
 
 
 # Where a sequence ends
