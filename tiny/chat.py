@@ -46,7 +46,7 @@ def without_docstring(node: ast.FunctionDef, lines: list[str]) -> str | None:
     return source
 
 
-def functions(text: str) -> Iterator[dict]:
+def functions(text: str, shortest: int = 40) -> Iterator[dict]:
     """Documented short functions and methods of one module."""
     try:
         module = ast.parse(text)
@@ -68,7 +68,7 @@ def functions(text: str) -> Iterator[dict]:
             source = without_docstring(node, lines)
             if source is None or not source.isascii():
                 continue
-            if not 40 <= len(source) <= 900 or source.count("\n") >= 24:
+            if not shortest <= len(source) <= 900 or source.count("\n") >= 24:
                 continue
             if "NotImplementedError" in source or source.endswith(("pass", "...")):
                 continue  # a stub is no answer

@@ -22,7 +22,7 @@ MIXTURE = {
     "chat": 0.12,
     "method": 0.04,
 }
-ALIGNED = ("chat", "method")  # rows begin at the start of a dialogue
+ALIGNED = ("chat", "method", "short", "primer")  # rows begin at the start of a dialogue
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ jax.tree_util.register_dataclass(
 )
 
 
-def load(split: str, mixture: dict[str, float] = MIXTURE, folder=TOKENS) -> Stream:
+def load(split: str, mixture: dict[str, float] = MIXTURE, folder=TOKENS, tokens=None) -> Stream:
+    """`tokens`: of another mixture of the same split, to read and hold them once."""
     index = json.loads((folder / f"{split}.json").read_text())
     starts = np.load(folder / f"{split}_starts.npz")
     names = tuple(mixture)
     offsets = np.cumsum([0, *(len(starts[n]) for n in names)])
     share = np.array([mixture[n] for n in names])
     return Stream(
-        tokens=jnp.asarray(unpack(folder / f"{split}.xz")),
+        tokens=jnp.asarray(unpack(folder / f"{split}.xz")) if tokens is None else tokens,
         cumulative=jnp.asarray(np.cumsum(share / share.sum()), jnp.float32),
         ranges=jnp.asarray([index["ranges"][n] for n in names], jnp.int32),
         aligned=jnp.asarray([n in ALIGNED for n in names]),

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import model
 import numpy as np
 from generate import generate
-from paths import ASSETS, HERE, SOURCES
+from paths import ASSETS, HERE, SOURCES, TOKENS
 from shape import DRAFT, TINY
 from special import EOS, IM_END, SPECIAL
 from tokenizer import load as load_tokenizer
@@ -142,6 +142,25 @@ def chat_answers(p, requests: list[str], limit: int = 256) -> list[dict]:
     return results
 
 
+def other_prompts(p, dp, count: int = 200) -> dict:
+    """Loops and acceptance on other held-out prompts than the committed ones; needs the corpus."""
+    from data import unpack
+
+    tokens = unpack(TOKENS / "heldout.xz").astype(int)
+    ranges = json.loads((TOKENS / "heldout.json").read_text())["ranges"]
+    rng, rows, size = np.random.default_rng(77), [], 48
+    for i in range(count):
+        low, high = ranges[("stdlib", "pydocs", "pypi", "pypi")[i % 4]]
+        at = rng.integers(low, high - size)
+        rows.append(tokens[at : at + size])
+    greedy = continuations(p, np.array(rows), 0.0)
+    return {
+        "prompts": count,
+        "greedy loops": loop_fraction(greedy, size),
+        "tokens_per_step": acceptance_table(p, dp, greedy, size)[0],
+    }
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -150,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ASSETS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--other_prompts", action="store_true", help="needs tiny/work/tokens")
     args = parser.parse_args()
     jax.config.update("jax_default_matmul_precision", "highest")
     began = time.time()
@@ -190,6 +210,9 @@ def main() -> None:
         "answers": chat,
     }
     print("parse", result["chat"]["parse_share"], "stopped", result["chat"]["stopped_share"])
+    if args.other_prompts:
+        result["other_prompts"] = other_prompts(p, dp)
+        print(result["other_prompts"], flush=True)
     files = sorted(f for f in folder.rglob("*") if f.suffix in (".safetensors", ".model"))
     names = [f.relative_to(folder).as_posix() for f in files]
     result["method"] = {

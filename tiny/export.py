@@ -9,12 +9,13 @@ import argparse
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import model
 import numpy as np
 from paths import ASSETS
-from quant import dequantize, pack, quantize, unpack
+from quant import GROUP, dequantize, pack, quantize, unpack
 from safetensors.numpy import load_file, save_file
 from shape import TINY, Shape, generation_config, target_config
 
@@ -96,8 +97,11 @@ def read(folder: Path, s: Shape = TINY) -> dict:
         return np.asarray(t[name]).astype(np.float32)
 
     def expert(name: str) -> np.ndarray:
-        codes = unpack(t[name + ".weight_packed"])
-        return np.asarray(dequantize(codes, jnp.asarray(get(name + ".weight_scale"))))
+        codes = unpack(t[name + ".weight_packed"]).reshape(-1, GROUP)
+        return (codes * get(name + ".weight_scale").reshape(-1, 1)).reshape(shape_of(name))
+
+    def shape_of(name: str) -> tuple[int, ...]:
+        return tuple(t[name + ".weight_shape"].tolist())
 
     moe = [layer(j + 1) + "mlp." for j in range(s.moe_layers)]
     p = {
@@ -123,6 +127,7 @@ def read(folder: Path, s: Shape = TINY) -> dict:
     return {k: jnp.asarray(v) for k, v in p.items()}
 
 
+@jax.jit
 def engine_view(params: dict) -> dict:
     """Float32 masters as the engine will see them: bfloat16-rounded, experts fake-quantised."""
     out = {}
@@ -133,7 +138,7 @@ def engine_view(params: dict) -> dict:
         elif name == "router_bias":
             out[name] = value
         else:
-            out[name] = value.astype(jnp.bfloat16).astype(jnp.float32)
+            out[name] = jax.lax.reduce_precision(value, 8, 7)  # as bfloat16
     return out
 
 

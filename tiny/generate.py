@@ -13,7 +13,7 @@ from special import SPECIAL
 THINK, END_THINK = SPECIAL["<think>"], SPECIAL["</think>"]
 
 
-def decode_one(p, cache, tokens, t, s: Shape):
+def decode_one(p, cache, tokens, t, s: Shape, capacity=None):
     """tokens [B] at position t -> (logits float32 [B, V], cache). cache: a [B, S, R+PE] a layer."""
     h = p["embed"][tokens]
     new_cache = []
@@ -34,7 +34,7 @@ def decode_one(p, cache, tokens, t, s: Shape):
         a = jnp.einsum("bhr,hvr->bhv", mixed, kv_b[:, s.nope :])
         h = h + linear(a.reshape(h.shape[0], -1), p["o"][i])
         x = rms_norm(h, p["post_norm"][i], s.eps)
-        h = h + feed_forward(p, i, x, s, None)[0]
+        h = h + feed_forward(p, i, x, s, capacity)[0]
     final = rms_norm(h, p["norm"], s.eps)
     logits = jnp.einsum("bd,vd->bv", final, p["head"], preferred_element_type=jnp.float32)
     return logits, tuple(new_cache)
@@ -49,9 +49,22 @@ def nucleus(logits, top_p: float):
     return jnp.where(logits >= lowest, logits, -jnp.inf)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "length", "top_p"))
-def generate(p, prompts, prompt_length, temperature, key, *, shape: Shape, length: int, top_p=1.0):
+@functools.partial(jax.jit, static_argnames=("shape", "length", "top_p", "capacity"))
+def generate(
+    p,
+    prompts,
+    prompt_length,
+    temperature,
+    key,
+    *,
+    shape: Shape,
+    length: int,
+    top_p: float = 1.0,
+    capacity: float | None = None,
+):
     """Continues prompts to `length` tokens in all; top_p is applied after the temperature.
+
+    capacity: None for exact experts; a factor is faster and good enough to make training text.
 
     prompts int32 [B, P], prompt_length int32 [B] (<= P), temperature float32 [B] (0: greedy) ->
     tokens int32 [B, length].
@@ -63,7 +76,7 @@ def generate(p, prompts, prompt_length, temperature, key, *, shape: Shape, lengt
 
     def step(carry, t):
         cache, tokens = carry
-        logits, cache = decode_one(p, cache, tokens, t, shape)
+        logits, cache = decode_one(p, cache, tokens, t, shape, capacity)
         noise = jax.random.gumbel(jax.random.fold_in(key, t), logits.shape)
         noise = jnp.where(temperature[:, None] > 0, noise, 0.0)
         scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]

@@ -62,6 +62,33 @@ def rms_norm(x, weight, eps):
     return (y * weight).astype(x.dtype)
 
 
+@jax.custom_vjp
+def embed(table, tokens):
+    """Rows of the table. The gradient is a product with one-hots: a scatter-add would serialise."""
+    return table[tokens]
+
+
+def _embed_forward(table, tokens):
+    return table[tokens], (tokens, table.shape[0])
+
+
+def _embed_backward(saved, grad):
+    tokens, size = saved
+    onehot = jax.nn.one_hot(tokens.reshape(-1), size, dtype=grad.dtype)
+    flat = grad.reshape(-1, grad.shape[-1])
+    table = jnp.einsum("tv,td->vd", onehot, flat, preferred_element_type=jnp.float32)
+    return table.astype(grad.dtype), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
+
+
+def label_logit(logits, labels):
+    """logits [..., V], labels [...] -> the labels' logits, without a gather to differentiate."""
+    hit = jnp.arange(logits.shape[-1]) == labels[..., None]
+    return jnp.where(hit, logits, 0).sum(-1)
+
+
 def linear(x, w):
     return jnp.einsum("...d,fd->...f", x, w)
 
@@ -132,7 +159,7 @@ def forward(p, tokens, *, shape: Shape, capacity=None, kernel="xla", logits=True
     s = shape
     batch, length = tokens.shape
     positions = jnp.arange(length)
-    h = p["embed"][tokens]
+    h = embed(p["embed"], tokens)
     outputs, loads = [], []
     for i in range(s.layers):
         x = rms_norm(h, p["input_norm"][i], s.eps)

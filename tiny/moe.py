@@ -14,7 +14,12 @@ def route(x, router, bias, shape):
     """x [T, D] -> expert ids [T, K], weights float32 [T, K], load [E] (share of the choices)."""
     logits = jnp.dot(x.astype(jnp.float32), router.T, precision="highest")
     scores = jax.nn.sigmoid(logits)
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, shape.top_k)
+    choice = jax.lax.stop_gradient(scores) + bias
+    picks = []
+    for _ in range(shape.top_k):  # top-k by repeated argmax: a sort is slow on a GPU
+        picks.append(choice.argmax(-1))
+        choice = jnp.where(jnp.arange(shape.experts) == picks[-1][:, None], -jnp.inf, choice)
+    chosen = jnp.stack(picks, -1)
     onehot = jax.nn.one_hot(chosen, shape.experts, dtype=jnp.float32)
     weights = jnp.einsum("te,tke->tk", scores, onehot)
     weights = weights / (weights.sum(-1, keepdims=True) + 1e-20) * shape.routed_scale
@@ -62,24 +67,35 @@ def _combine_backward(saved, grad):
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
+def rank_within(flat, experts: int, block: int = 256):
+    """Of each pair, how many earlier pairs chose the same expert. flat int32 [N] -> int32 [N].
+
+    Counts inside blocks come from a product with a triangle of ones, exact in bfloat16 x float32.
+    """
+    padded = jnp.pad(flat, (0, -len(flat) % block), constant_values=experts)
+    onehot = jax.nn.one_hot(padded.reshape(-1, block), experts, dtype=jnp.bfloat16)
+    earlier = jnp.tril(jnp.ones((block, block), jnp.bfloat16), -1)
+    inside = jnp.einsum("ij,bje->bie", earlier, onehot, preferred_element_type=jnp.float32)
+    totals = onehot.sum(1, dtype=jnp.float32)
+    before = jnp.cumsum(totals, 0) - totals
+    rank = ((inside + before[:, None]) * onehot).sum(-1)
+    return rank.reshape(-1)[: len(flat)].astype(jnp.int32)
+
+
 def experts_by_capacity(x, chosen, weights, gate, up, down, capacity_factor: float):
     """x [T, D]; gate, up [E, F, D]; down [E, D, F] -> [T, D]. Tokens over capacity are dropped."""
     tokens, k = chosen.shape
     experts = gate.shape[0]
     capacity = -(-int(tokens * k / experts * capacity_factor) // 64) * 64
     flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)  # pairs sorted by expert
-    counts = (flat[:, None] == jnp.arange(experts)).sum(0)
-    starts = jnp.cumsum(counts) - counts
-    place = jnp.arange(capacity)
-    index = starts[:, None] + place  # [E, C] into the sorted pairs
-    live = place < counts[:, None]
-    pair_of_slot = order.at[jnp.where(live, index, 0)].get()
-    pair_of_slot = jnp.where(live, pair_of_slot, tokens * k).reshape(-1)
-    token_of_slot = jnp.where(pair_of_slot < tokens * k, pair_of_slot // k, tokens)
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k), unique_indices=True)
-    rank = rank - starts[flat]
+    rank = rank_within(flat, experts)
     slot_of_pair = jnp.where(rank < capacity, flat * capacity + rank, experts * capacity)
+    pairs = tokens * k
+    pair_of_slot = jnp.full(experts * capacity, pairs)
+    pair_of_slot = pair_of_slot.at[slot_of_pair].set(
+        jnp.arange(pairs), mode="drop", unique_indices=True
+    )
+    token_of_slot = jnp.where(pair_of_slot < pairs, pair_of_slot // k, tokens)
     slot_of_pair = slot_of_pair.reshape(tokens, k)
 
     xs = _dispatch(x, token_of_slot, slot_of_pair).reshape(experts, capacity, -1)

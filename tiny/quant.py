@@ -14,7 +14,8 @@ def quantize(w):
     """
     grouped = w.reshape(*w.shape[:-1], -1, GROUP)
     scale = jnp.abs(grouped).max(-1, keepdims=True) / 7.0
-    scale = jnp.maximum(scale, 1e-8).astype(jnp.bfloat16)
+    # Not a cast there and back: a compiler may drop that as excess precision.
+    scale = jax.lax.reduce_precision(jnp.maximum(scale, 1e-8), 8, 7).astype(jnp.bfloat16)
     codes = jnp.clip(jnp.round(grouped / scale.astype(jnp.float32)), -8, 7)
     return codes.reshape(w.shape), scale[..., 0]
 

@@ -69,7 +69,7 @@ def encode_split(split: str) -> dict[str, list[np.ndarray]]:
 def pack(tokens: np.ndarray, path) -> str:
     """Writes the stream; returns the sha256 of the uncompressed uint16 tokens."""
     planes = tokens.astype("<u2").view(np.uint8).reshape(-1, 2).T
-    path.write_bytes(lzma.compress(np.ascontiguousarray(planes).tobytes(), preset=6))
+    path.write_bytes(lzma.compress(np.ascontiguousarray(planes).tobytes(), preset=3))
     return hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()
 
 

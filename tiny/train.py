@@ -25,14 +25,14 @@ MUON = {
 }
 
 
-def loss_of(params, tokens, qat, shape, capacity, kernel):
-    p = model.cast(model.quantized(params, qat), jnp.bfloat16)
+def loss_of(params, tokens, qat, shape, capacity, kernel, compute=jnp.bfloat16):
+    p = model.cast(model.quantized(params, qat), compute)
     hidden, _, load = model.forward(
         p, tokens[:, :-1], shape=shape, capacity=capacity, kernel=kernel, logits=False
     )
     logits = jnp.einsum("bsd,vd->bsv", hidden, p["head"], preferred_element_type=jnp.float32)
     top = jax.nn.logsumexp(logits, -1)
-    label = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    label = model.label_logit(logits, tokens[:, 1:])
     loss = jnp.mean(top - label)
     return loss + 1e-5 * jnp.mean(top * top), (loss, load)
 
@@ -72,11 +72,10 @@ def learning_rate(step: int, args) -> float:
     return args.lr * max(0.02, (total - step) / (total - decay_from))
 
 
-def held_out_loss(params, quantize, stream_tokens, shape, length=512, rows=64):
+def held_out_loss(params, quantize, stream_tokens, shape, length=512, rows=16):
     """Exact mean loss over the held-out stream's first rows; params as trained."""
     p = model.cast(model.quantized(params, jnp.asarray(quantize)), jnp.bfloat16)
-    count = min(rows, (len(stream_tokens) - 1) // length)
-    index = np.linspace(0, len(stream_tokens) - length - 1, count).astype(int)
+    index = np.linspace(0, len(stream_tokens) - length - 1, rows).astype(int)
     tokens = jnp.asarray(np.stack([stream_tokens[i : i + length + 1] for i in index]), jnp.int32)
     logits, _, _ = model.forward(p, tokens[:, :-1], shape=shape)
     logp = jax.nn.log_softmax(logits)
@@ -102,8 +101,8 @@ def main() -> None:
     parser.add_argument("--long_steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--long_length", type=int, default=2048)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--long_length", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--decay_share", type=float, default=0.5)
     parser.add_argument("--qat_share", type=float, default=0.15)

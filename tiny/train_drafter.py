@@ -2,7 +2,7 @@
 
     python3 tiny/train_drafter.py --target FOLDER --out DIR --rounds 12 --steps 20000
 
-1. Self-generation: `--rounds` x `--sequences` sequences, 1/3 each at temperature 0, 0.7 and 1.0.
+1. Self-generation: `--rounds` x `--sequences` sequences, at `--temperatures` in turn.
 2. Training: random anchors of random sequences; cross-entropy of the tokens that followed, slot k
    weighted exp(-(k-1)/4); anchors and labels lie in the generated part.
 3. A quick figure: tokens a step on greedy text of held-out prompts.
@@ -17,6 +17,7 @@ from pathlib import Path
 import acceptance
 import data
 import drafter
+import export_drafter
 import jax
 import jax.numpy as jnp
 import model
@@ -27,7 +28,6 @@ from generate import generate, prompts_from
 from shape import DRAFT, TINY
 
 MUON = {"fc", "q", "k", "v", "o", "gate", "up", "down"}
-TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 def repeated_share(tokens: np.ndarray, n: int = 8) -> np.ndarray:
@@ -40,9 +40,9 @@ def repeated_share(tokens: np.ndarray, n: int = 8) -> np.ndarray:
     return (grams[:, 1:] == grams[:, :-1]).mean(1)
 
 
-def self_generated(p, stream, *, rounds: int, sequences: int, length: int, seed: int):
+def self_generated(p, stream, temperatures, *, rounds: int, sequences: int, length: int, seed: int):
     """(tokens uint16 [N, length], prompt length int32 [N]), loops dropped."""
-    temperature = jnp.asarray(np.resize(np.array(TEMPERATURES, np.float32), sequences))
+    temperature = jnp.asarray(np.resize(np.array(temperatures, np.float32), sequences))
     kept, lengths = [], []
     for r in range(rounds):
         key = jax.random.fold_in(jax.random.key(seed), r)
@@ -61,8 +61,7 @@ def loss_of(dp, p, taps, tokens, anchors, live):
     slots = jnp.arange(1, DRAFT.block)
     index = anchors[..., None] + slots  # [B, A, 7]
     labels = jnp.take_along_axis(tokens, index.reshape(len(tokens), -1), 1).reshape(index.shape)
-    label_logit = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    cost = jax.nn.logsumexp(logits, -1) - label_logit
+    cost = jax.nn.logsumexp(logits, -1) - model.label_logit(logits, labels)
     weight = jnp.exp(-(slots - 1) / 4.0) * live[..., None]
     hit = (logits.argmax(-1) == labels) * live[..., None]
     return (cost * weight).sum() / weight.sum(), hit.sum((0, 1)) / live.sum()
@@ -122,12 +121,35 @@ def held_out_acceptance(dp, p, prompts: np.ndarray, new_tokens: int, temperature
     return result | {"loops": float(loops)}
 
 
+def held_out_figures(dp, p, count: int, say) -> dict:
+    """Acceptance on `count` prompts of 48 tokens from the held-out stream."""
+    held = data.unpack(data.TOKENS / "heldout.xz")
+    ranges = json.loads((data.TOKENS / "heldout.json").read_text())["ranges"]
+    rng = np.random.default_rng(0)
+    prompts = []
+    for i in range(count):
+        low, high = ranges[("stdlib", "pydocs", "pypi", "pypi")[i % 4]]
+        at = rng.integers(low, high - 48)
+        prompts.append(held[at : at + 48].astype(np.int32))
+    figures = {}
+    for temperature in (0.0, 0.8):
+        figures[str(temperature)] = held_out_acceptance(dp, p, np.stack(prompts), 136, temperature)
+        say("temperature", temperature, figures[str(temperature)])
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--init", type=Path, help="a target folder whose drafter to start from")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=1, help="of the self-generated text")
+    parser.add_argument("--kernel", choices=("cudnn", "xla"), help="attention; default: tried")
+    parser.add_argument("--temperatures", default="0,0,0,0.8", help="of the sequences, in turn")
+    parser.add_argument("--split", default="train")
     parser.add_argument("--long_sequences", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--batch", type=int, default=64)
@@ -147,26 +169,37 @@ def main() -> None:
 
     from train import choose_kernel
 
-    kernel = choose_kernel(TINY)
+    kernel = args.kernel or choose_kernel(TINY)
     p = model.cast(read(args.target), jnp.bfloat16)
     # Chat prompts get a quarter of the sequences.
     mixture = {"stdlib": 0.12, "pydocs": 0.13, "sqlite": 0.02, "pypi": 0.48, "chat": 0.25}
-    stream = data.load("train", mixture)
+    stream = data.load(args.split, mixture)
     say("loaded; attention", kernel)
+    temperatures = [float(t) for t in args.temperatures.split(",")]
     short = self_generated(
-        p, stream, rounds=args.rounds, sequences=args.sequences, length=512, seed=1
+        p,
+        stream,
+        temperatures,
+        rounds=args.rounds,
+        sequences=args.sequences,
+        length=args.length,
+        seed=args.seed,
     )
     say("self-generated", short[0].shape)
-    long = self_generated(p, stream, rounds=1, sequences=args.long_sequences, length=2048, seed=2)
-    say("self-generated", long[0].shape)
+    long = None
+    if args.long_sequences:
+        long = self_generated(
+            p, stream, temperatures, rounds=1, sequences=args.long_sequences, length=2048, seed=2
+        )
+        say("self-generated", long[0].shape)
 
-    dp = drafter.init(TINY, DRAFT, seed=0)
+    dp = export_drafter.read(args.init) if args.init else drafter.init(TINY, DRAFT, seed=0)
     state = muon.init(dp)
     step, log, mark = 0, [], time.time()
     while step < args.steps:
         lr = args.lr * min((step + 1) / 200, 1.0)
         lr *= min(1.0, max(0.02, (args.steps - step) / (args.steps * args.decay_share)))
-        is_long = step % args.long_every == args.long_every - 1
+        is_long = long is not None and step % args.long_every == args.long_every - 1
         tokens, prompt_length = long if is_long else short
         batch = max(args.batch // 4, 1) if is_long else args.batch
         dp, state, stats = train_step(
@@ -197,27 +230,16 @@ def main() -> None:
             say(step, "loss", values[0], "slot hits", values[1:])
     np.savez(args.out / "drafter.npz", **{k: np.asarray(v) for k, v in dp.items()})
 
-    held = data.unpack(data.TOKENS / "heldout.xz")
-    ranges = json.loads((data.TOKENS / "heldout.json").read_text())["ranges"]
-    rng = np.random.default_rng(0)
-    prompts = []
-    for i in range(args.prompts):
-        low, high = ranges[("stdlib", "pydocs", "pypi", "pypi")[i % 4]]
-        at = rng.integers(low, high - 48)
-        prompts.append(held[at : at + 48].astype(np.int32))
-    figures = {}
-    for temperature in (0.0, 0.8):
-        figures[str(temperature)] = held_out_acceptance(dp, p, np.stack(prompts), 136, temperature)
-        say("temperature", temperature, figures[str(temperature)])
+    figures = held_out_figures(dp, p, args.prompts, say) if args.prompts else {}
     report = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     report |= {
         "blocks": args.steps * args.batch * args.anchors,
-        "self_generated_tokens": int(short[0].size + long[0].size),
+        "self_generated_tokens": int(short[0].size + (long[0].size if long else 0)),
         "seconds": time.time() - began,
         "log": log,
         "acceptance": figures,
     }
-    del report["target"], report["out"]
+    del report["target"], report["out"], report["init"]
     (args.out / "train_drafter.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
