@@ -149,10 +149,11 @@ def main(argv: list[str]) -> int:
         return 2
     logging.use_absl_handler()
     std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-    from kimi_jax.cli.run import INTERRUPTED, run  # JAX is loaded only for a valid command line
+    # JAX is loaded only for a valid command line.
+    from kimi_jax.cli.run import BROKEN_PIPE, INTERRUPTED, run
 
     try:
-        return run(flags.FLAGS)
+        code = run(flags.FLAGS)
     except (ValueError, NotImplementedError, OSError) as error:
         arguments.complain(str(error))
         return 1
@@ -166,8 +167,13 @@ def main(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         arguments.complain("interrupted before anything was generated")
+        code = INTERRUPTED
+    if code in (INTERRUPTED, BROKEN_PIPE):
+        # At once: compilations may be under way in other threads, which an exit would wait for.
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED)  # at once: compilations may be under way in other threads
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -255,23 +255,35 @@ class LLM:
         **options,
     ):
         """model and options: see `set_up`. progress: whether to show bars on stderr."""
-        self._start(set_up(model, **options), requests=(), progress=progress)
+        self._start(set_up(model, **options), requests=(), progress=progress, patient=True)
 
     @classmethod
     def from_setup(
-        cls, setup: Setup, *, requests: Sequence[Request] = (), progress: bool = False
+        cls,
+        setup: Setup,
+        *,
+        requests: Sequence[Request] = (),
+        progress: bool = False,
+        patient: bool = True,
     ) -> "LLM":
-        """Loads what `set_up` found, with the programs that `requests` need."""
+        """Loads what `set_up` found, with the programs that `requests` need.
+
+        patient False: with an automatic budget, it is ready as soon as it can decode plainly, and
+        takes up trees when their programs have been compiled too.
+        """
         llm = cls.__new__(cls)
-        llm._start(setup, requests=requests, progress=progress)
+        llm._start(setup, requests=requests, progress=progress, patient=patient)
         return llm
 
-    def _start(self, setup: Setup, *, requests: Sequence[Request], progress: bool) -> None:
+    def _start(
+        self, setup: Setup, *, requests: Sequence[Request], progress: bool, patient: bool
+    ) -> None:
         self.setup = setup
         enable_persistent_cache()
         programs = Programs(setup.config, setup.drafter, setup.options, setup.dtype)
         plans = setup.plans_for(programs, requests)
-        programs.start(*plans)  # compiles while the weights are read
+        first = plans if patient else plans[:1]
+        programs.start(*first)  # compiles while the weights are read
         weights = self._weights(setup.checkpoint, target_weights, setup.config, progress)
         drafter = None
         if setup.drafter is None:
@@ -280,7 +292,8 @@ class LLM:
             source = setup.drafter_checkpoint
             drafter = self._weights(source, drafter_weights, setup.drafter, progress)
         self.engine = Engine(programs, weights, drafter, setup.tokenizer, budget=setup.budget())
-        self.engine.warm_up(*plans)
+        self.engine.warm_up(*first)
+        programs.start(*plans)
         self._outputs: dict[int, collections.deque[Output]] = {}
 
     def _weights(

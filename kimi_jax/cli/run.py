@@ -239,7 +239,7 @@ def tune(setup: Setup) -> None:
 def load(setup: Setup, requests: Sequence[Request]) -> LLM:
     started = time.perf_counter()
     long = setup.checkpoint is not None and setup.checkpoint.bytes_used > LONG_READ
-    llm = LLM.from_setup(setup, requests=requests, progress=long)
+    llm = LLM.from_setup(setup, requests=requests, progress=long, patient=False)
     ops = planning.op_implementations()
     logging.info(
         "%s in %s, ready after %.1f s; %d programs built, %d of them from the cache; %s",

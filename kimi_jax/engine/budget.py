@@ -5,7 +5,7 @@ budgets 1..8. A tree changes how fast text comes, never which: these choices are
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 BUCKETS = (0, 8, 16, 63)
@@ -49,8 +49,11 @@ class Budget(Protocol):
         """The buckets that it may choose: they are compiled before anything runs."""
         ...
 
-    def choose(self, sequences: Sequence[int]) -> Choice:
-        """For a call over these sequences (by id)."""
+    def choose(self, sequences: Sequence[int], built: Container[int]) -> Choice:
+        """For a call over these sequences (by id); built: buckets whose programs are there.
+
+        Another bucket may be chosen, but the call then waits for its program.
+        """
         ...
 
     def observe(
@@ -71,7 +74,7 @@ class FixedBudget:
         self._budget = budget
         self.buckets = (bucket_for(budget),)
 
-    def choose(self, sequences: Sequence[int]) -> Choice:
+    def choose(self, sequences: Sequence[int], built: Container[int] = BUCKETS) -> Choice:
         return Choice(bucket=self.buckets[0], nodes=(self._budget,) * len(sequences))
 
     def observe(
@@ -125,21 +128,23 @@ class AutoBudget:
         self._spent_probing = 0.0
         self._probing = False
 
-    def choose(self, sequences: Sequence[int]) -> Choice:
+    def choose(self, sequences: Sequence[int], built: Container[int] = BUCKETS) -> Choice:
         count = len(sequences)
         self._probing = False
-        for bucket in self.buckets:  # plain decoding first: what the others cost is told by it
+        # Plain decoding need not wait until the programs with trees are compiled.
+        buckets = [bucket for bucket in self.buckets if bucket in built] or self.buckets[:1]
+        for bucket in buckets:  # plain decoding first: what the others cost is told by it
             if self._time(bucket, count) is None:
                 self._probing = bucket > 0
                 return Choice(bucket=bucket, nodes=(bucket,) * count)
         rates = {
             bucket: sum(self._tokens(bucket, sequence) for sequence in sequences)
             / self._seconds(bucket, count)
-            for bucket in self.buckets
+            for bucket in buckets
         }
-        best = max(self.buckets, key=lambda bucket: rates[bucket])
-        if best == 0 and len(self.buckets) > 1:
-            rest = max(self.buckets[1:], key=lambda bucket: rates[bucket])
+        best = max(buckets, key=lambda bucket: rates[bucket])
+        if best == 0 and len(buckets) > 1:
+            rest = max(buckets[1:], key=lambda bucket: rates[bucket])
             extra = self._steps * (self._seconds(rest, count) - self._seconds(0, count))
             if self._spent_probing + max(extra, 0.0) <= PROBE_SHARE * self._elapsed:
                 self._probing = True

@@ -390,14 +390,16 @@ class Engine:
         ready = self._reserve()
         if not ready:
             return []
-        choice = self._budget.choose([sequence.id for sequence in ready])
+        plans = self._plans(ready)
+        built = [bucket for bucket, plan in plans.items() if self.programs.built(plan)]
+        choice = self._budget.choose([sequence.id for sequence in ready], built)
         nodes = dict(zip(ready, choice.nodes, strict=True))
         for sequence in self._decoding():
             self._table.set(
                 sequence.held_slot, active=sequence in nodes, n_live=nodes.get(sequence, 0)
             )
         begin = self._clock()
-        host = self._run(self._plan(ready, choice))
+        host = self._run(plans[choice.bucket])
         seconds = (self._clock() - begin) / self.options.steps_per_call
         emitted = {s.id: _counts(host, s.held_slot) for s in ready}
         # Behind a prefill the call's time is not its own: it was still at work when the call began.
@@ -419,10 +421,14 @@ class Engine:
                 self._drafts,
             )
 
-    def _plan(self, sequences: list[Sequence], choice: Choice) -> StepPlan:
+    def _plans(self, sequences: list[Sequence]) -> dict[int, StepPlan]:
+        """The program for these sequences in each bucket."""
         needs = self._needs(sequence.request.params for sequence in sequences)
-        plan = self.programs.covering(budget=choice.bucket, **needs)
-        return plan or self.programs.plan(budget=choice.bucket, **needs)
+        return {
+            bucket: self.programs.covering(budget=bucket, **needs)
+            or self.programs.plan(budget=bucket, **needs)
+            for bucket in self._budget.buckets
+        }
 
     def _run(self, plan: StepPlan) -> StepOutput:
         """One call; its outputs as numpy arrays with a leading axis of steps."""

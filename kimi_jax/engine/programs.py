@@ -92,8 +92,12 @@ class Programs:
     def warm_up(self, *plans: StepPlan) -> None:
         """Builds what `start` does, and waits for it."""
         self.start(*plans)
-        for future in list(self._futures.values()):
-            future.result()
+        for key in ("prefill", *plans):
+            self._futures[key].result()
+
+    def built(self, plan: StepPlan) -> bool:
+        """Whether a decoding program can be had without waiting."""
+        return plan in self._futures and self._futures[plan].done()
 
     def covering(self, *, budget: int, sampled: bool, num_logprobs: int) -> StepPlan | None:
         """The leanest started plan of this bucket that serves such sequences, or None."""

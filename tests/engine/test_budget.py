@@ -61,6 +61,16 @@ def test_a_drafter_that_becomes_good_is_noticed():
     assert calls[8] > calls[0] / 4
 
 
+def test_trees_are_taken_up_when_their_programs_are_there():
+    budget = AutoBudget()
+    for _ in range(5):
+        choice = budget.choose([0], built=[0])
+        assert choice == Choice(bucket=0, nodes=(0,))
+        budget.observe(choice, {0: [1] * STEPS}, 1.0)
+    assert budget.choose([0], built=[0, 8]) == Choice(bucket=8, nodes=(8,))
+    assert AutoBudget().choose([0], built=[]) == Choice(bucket=0, nodes=(0,))
+
+
 def test_without_a_table_only_the_first_two_buckets_are_asked_for():
     assert AutoBudget().buckets == UNTUNED == (0, 8)
 

@@ -1,5 +1,6 @@
 """Trees through the engine: the same tokens, sooner."""
 
+import concurrent.futures
 import dataclasses
 import logging as std_logging
 
@@ -113,6 +114,18 @@ def test_nothing_is_compiled_after_warm_up_whatever_the_budget_does():
         engine.add(request(number))
     drain(engine)
     assert engine.compilations == before
+
+
+def test_generation_does_not_wait_for_the_programs_with_trees(plain, monkeypatch):
+    budget = AutoBudget()
+    engine = speculating_engine(budget)
+    first, second = (engine.programs.plan(budget=bucket) for bucket in budget.buckets)
+    engine.warm_up(first)
+    takes_for_ever = concurrent.futures.Future()
+    monkeypatch.setitem(engine.programs._futures, second, takes_for_ever)
+    whole = alone(engine, request(0))
+    assert whole.token_ids == plain[0].token_ids
+    assert whole.stats.spec_decode_num_drafts == 0
 
 
 def test_a_drafter_that_never_helps_is_reported_once(caplog):
