@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -19,6 +20,7 @@ from kimi_jax.cli.prompts import Job
 from kimi_jax.engine import plan as planning
 from kimi_jax.engine import tuning
 from kimi_jax.engine.outputs import Output
+from kimi_jax.engine.programs import COMPILE_THREAD
 from kimi_jax.engine.request import Request
 from kimi_jax.llm import LLM, Message, Result, Setup, gather, set_up
 
@@ -177,7 +179,10 @@ def run(flags: Any) -> int:
     requests = [job.request(setup, sampling, flags.thinking) for job in jobs]
     llm = load(setup, requests)
     with Interrupt().watch() as interrupt:
-        return batch(flags, llm, requests, interrupt)
+        code = batch(flags, llm, requests, interrupt)
+    if code == 0:
+        finish_compiling()
+    return code
 
 
 def expert_parallel_size(flags: Any) -> int | None:
@@ -251,6 +256,20 @@ def load(setup: Setup, requests: Sequence[Request]) -> LLM:
         ", ".join(f"{name}: {how}" for name, how in ops.items()),
     )
     return llm
+
+
+def finish_compiling() -> None:
+    """Waits for programs that a short first run had no use for: the next run finds them."""
+    threads = [thread for thread in threading.enumerate() if thread.name == COMPILE_THREAD]
+    if not threads:
+        return
+    print("compiling what later runs will use; Ctrl-C skips it", file=sys.stderr)
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrupt) -> int:

@@ -50,6 +50,8 @@ class EngineOptions:
 
 
 Program = Callable[..., Any]
+COMPILE_THREAD = "compile"
+"""Name of the threads that compile."""
 
 
 class Programs:
@@ -227,5 +229,5 @@ def _in_thread(build: Callable[[], Program]) -> concurrent.futures.Future:
         except BaseException as error:  # handed to whoever waits
             future.set_exception(error)
 
-    threading.Thread(target=run, name="compile").start()
+    threading.Thread(target=run, name=COMPILE_THREAD).start()
     return future
