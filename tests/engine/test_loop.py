@@ -1,7 +1,16 @@
 import jax
 import numpy as np
 import pytest
-from conftest import MODEL, OPTIONS, alone, drain, parameters, programs, teacher_forced, tokenizer
+from small_engine import (
+    MODEL,
+    OPTIONS,
+    alone,
+    drain,
+    parameters,
+    programs,
+    teacher_forced,
+    tokenizer,
+)
 
 from kimi_jax.engine.loop import Engine
 from kimi_jax.engine.request import Request

@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from conftest import OPTIONS, alone, drain, parameters, programs, tokenizer
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from small_engine import OPTIONS, alone, drain, parameters, programs, tokenizer
 
 from kimi_jax.engine.loop import Engine
 from kimi_jax.engine.request import Phase, Request

@@ -4,7 +4,7 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import MODEL, parameters
+from small_engine import MODEL, parameters
 
 from kimi_jax import cache
 from kimi_jax.config import DRAFTER_PRESETS, PRESETS

@@ -5,7 +5,7 @@ import dataclasses
 import logging as std_logging
 
 import pytest
-from conftest import LIKELY, alone, drain, speculating_engine
+from small_engine import LIKELY, alone, drain, speculating_engine
 
 from kimi_jax.engine import tuning
 from kimi_jax.engine.budget import AutoBudget, FixedBudget
