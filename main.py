@@ -98,6 +98,26 @@ group(
     (switch, "dry_run", False, "Print the memory plan and the ops, and load nothing."),
 )
 group(
+    "Several devices",
+    (
+        choice("auto", "single", "tp", "ep", "mixed", "data", "context"),
+        "sharding",
+        "auto",
+        "tp: heads and expert widths over the devices; ep: experts by number; mixed: both; data: "
+        "sequences; context: tp, the cache by position. auto: the sizes below, else one device.",
+    ),
+    (number, "tensor_parallel_size", None, "Devices that share a copy of the model (--tp_size)."),
+    (number, "ep_size", None, "How many of them split the experts by number, not by width."),
+    (number, "data_parallel_size", None, "Copies, each for its own sequences (--dp_size)."),
+    (switch, "enable_expert_parallel", False, "vLLM's way to say --ep_size of all devices."),
+)
+for alias, name in (
+    ("tp_size", "tensor_parallel_size"),
+    ("dp_size", "data_parallel_size"),
+    ("expert_parallel_size", "ep_size"),
+):
+    flags.DEFINE_alias(alias, name)
+group(
     "Speculation: drafting trees of tokens, which changes the speed and never the text",
     (text, "drafter", None, "Folder of a DFlash drafter; by default the one inside the model's."),
     (text, "tree_budget", None, "Tree nodes a sequence, 0 to 63, or auto, which is the default."),

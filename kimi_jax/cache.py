@@ -90,11 +90,11 @@ def create(
 
 def specs(layout: Layout, drafter: DrafterConfig | None) -> Cache:
     """How a cache is split: the tree of its PartitionSpecs."""
-    specs: Any = Cache(latent=layout.spec("layers", "pages", "page_offset", "latent"))
+    latent: Any = layout.spec("layers", "pages", "page_offset", "latent")
     if drafter is None:
-        return specs
-    context = layout.spec("layers", "pages", "any", "draft_kv_heads", "draft_head")
-    return dataclasses.replace(specs, draft_k=context, draft_v=context)
+        return Cache(latent=latent)
+    context: Any = layout.spec("layers", "pages", "any", "draft_kv_heads", "draft_head")
+    return Cache(latent=latent, draft_k=context, draft_v=context)
 
 
 def part_length(length: jax.Array, share: int, context: Group) -> jax.Array:

@@ -28,6 +28,8 @@ from kimi_jax.engine.programs import EngineOptions, Programs
 from kimi_jax.engine.request import Request, check_request
 from kimi_jax.model import weights as target_weights
 from kimi_jax.sampling import SamplingParams
+from kimi_jax.sharding.layout import SINGLE, Layout
+from kimi_jax.sharding.mesh import make_layout, resolve
 from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.step import StepPlan
 from kimi_jax.text.template import render
@@ -75,6 +77,7 @@ class Setup:
     plan: MemoryPlan
     options: EngineOptions
     tree_budget: int | None  # None: chosen as it runs
+    layout: Layout = SINGLE
 
     @property
     def is_bundled(self) -> bool:
@@ -129,7 +132,9 @@ class Setup:
     @property
     def tuning_key(self) -> str:
         """Names this model on this kind of machine, for measured step times."""
-        return tuning.key(self.plan.memory.device, self.dtype, self.config, self.drafter)
+        layout = (*self.layout.sizes.items(), self.layout.split_context) if self.layout.mesh else ()
+        machine = self.plan.memory.device, self.dtype
+        return tuning.key(*machine, self.config, self.drafter, *layout)
 
     def plans_for(self, programs: Programs, requests: Sequence[Request]) -> list[StepPlan]:
         """The decoding programs that these requests need, as few as do for all of them."""
@@ -157,6 +162,10 @@ def set_up(
     gpu_memory_utilization: float = 0.9,
     max_logprobs: int = EngineOptions.max_logprobs,
     seed: int = 0,
+    sharding: str = "auto",
+    tensor_parallel_size: int | None = None,
+    ep_size: int | None = None,
+    data_parallel_size: int | None = None,
 ) -> Setup:
     """Checks a model's folder and this machine against each other, and reads no weights.
 
@@ -174,6 +183,11 @@ def set_up(
       gpu_memory_utilization: share of the memory that may be used.
       max_logprobs: the most that a request may ask for.
       seed: for requests without one, see `engine.request.noise_seed`.
+      sharding: "auto", "single", "tp", "ep", "mixed", "data" or "context": how several devices
+        share the work, see `sharding.mesh.resolve`, also for the sizes.
+      tensor_parallel_size: devices that share a copy of the model.
+      ep_size: how many of them split the experts by number; the rest split them by width.
+      data_parallel_size: copies of the model, each with sequences of its own.
 
     Raises:
       ValueError: an unsupported configuration or a damaged folder, by name; a size that cannot be.
@@ -198,6 +212,16 @@ def set_up(
     tokenizer = None
     if (folder / "tiktoken.model").exists() or load_format == "auto":
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
+    shape = resolve(
+        sharding,
+        tensor_parallel_size=tensor_parallel_size,
+        ep_size=ep_size,
+        data_parallel_size=data_parallel_size,
+        num_devices=jax.device_count(),
+    )
+    layout = _fit(make_layout(shape), config, draft)
+    if memory.platform == "cpu":  # its devices share one memory
+        memory = dataclasses.replace(memory, usable=memory.usable // layout.num_devices)
     plan = planning.make_plan(
         config,
         draft,
@@ -207,6 +231,7 @@ def set_up(
         max_num_seqs=max_num_seqs,
         page_size=page_size,
         tree_budget=top if draft else 0,
+        layout=layout,
     )
     options = EngineOptions(
         max_num_seqs=plan.max_num_seqs,
@@ -227,7 +252,20 @@ def set_up(
         plan=plan,
         options=options,
         tree_budget=None if tree_budget == "auto" else tree_budget,
+        layout=layout,
     )
+
+
+def _fit(layout: Layout, config: ModelConfig, drafter: DrafterConfig | None) -> Layout:
+    """The layout, checked against the model; a drafter that cannot be split is left whole."""
+    layout.specs(target_weights.describe(config, jnp.bfloat16))
+    if drafter is not None:
+        try:
+            layout.specs(drafter_weights.describe(drafter, jnp.bfloat16))
+        except ValueError as error:
+            logging.info("every device runs the whole drafter: %s", error)
+            return dataclasses.replace(layout, whole_drafter=True)
+    return layout
 
 
 def _drafter_folder(model: Path, drafter: str | Path | None) -> Path | None:
@@ -280,30 +318,40 @@ class LLM:
     ) -> None:
         self.setup = setup
         enable_persistent_cache()
-        programs = Programs(setup.config, setup.drafter, setup.options, setup.dtype)
+        programs = Programs(setup.config, setup.drafter, setup.options, setup.dtype, setup.layout)
         plans = setup.plans_for(programs, requests)
         first = plans if patient else plans[:1]
         programs.start(*first)  # compiles while the weights are read
-        weights = self._weights(setup.checkpoint, target_weights, setup.config, progress)
+        place = setup.layout.shardings
+        weights = self._weights(
+            setup.checkpoint, target_weights, setup.config, place(programs.specs.weights), progress
+        )
         drafter = None
         if setup.drafter is None:
             logging.info("no drafter: plain decoding, one token a step")
         else:
             source = setup.drafter_checkpoint
-            drafter = self._weights(source, drafter_weights, setup.drafter, progress)
+            drafter = self._weights(
+                source, drafter_weights, setup.drafter, place(programs.specs.drafter), progress
+            )
         self.engine = Engine(programs, weights, drafter, setup.tokenizer, budget=setup.budget())
         self.engine.warm_up(*first)
         programs.start(*plans)
         self._outputs: dict[int, collections.deque[Output]] = {}
 
     def _weights(
-        self, checkpoint: Checkpoint | None, kind: Any, config: Any, progress: bool
+        self,
+        checkpoint: Checkpoint | None,
+        kind: Any,
+        config: Any,
+        shardings: Any,
+        progress: bool,
     ) -> Any:
         """Read from the checkpoint, or drawn; kind: the module that describes them."""
         if checkpoint:
-            return checkpoint.load(dtype=self.setup.dtype, progress=progress)
+            return checkpoint.load(dtype=self.setup.dtype, shardings=shardings, progress=progress)
         logging.info("drawing random weights: the text will mean nothing")
-        return kind.random(config, self.setup.dtype, jax.random.key(0))
+        return kind.random(config, self.setup.dtype, jax.random.key(0), shardings)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

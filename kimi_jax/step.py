@@ -15,6 +15,7 @@ generated token comes out of an ordinary step, and at every moment a sequence ha
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class Specs:
 
     def __init__(self, plan: StepPlan):
         layout = plan.layout
-        self.slots = layout.spec("slots")
+        self.slots: Any = layout.spec("slots")
         self.weights = layout.specs(target_weights.describe(plan.model, jnp.bfloat16))
         self.drafter = None
         if plan.drafter:

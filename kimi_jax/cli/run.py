@@ -161,6 +161,10 @@ def run(flags: Any) -> int:
         page_size=flags.page_size,
         gpu_memory_utilization=flags.gpu_memory_utilization,
         seed=flags.seed,
+        sharding=flags.sharding,
+        tensor_parallel_size=flags.tensor_parallel_size,
+        ep_size=expert_parallel_size(flags),
+        data_parallel_size=flags.data_parallel_size,
         **speculation,
     )
     if flags.dry_run:
@@ -179,6 +183,13 @@ def run(flags: Any) -> int:
     if code == 0:
         finish_compiling()
     return code
+
+
+def expert_parallel_size(flags: Any) -> int | None:
+    """--ep_size, or vLLM's switch, which means all devices."""
+    if flags.ep_size is None and flags.enable_expert_parallel:
+        return (flags.tensor_parallel_size or 1) * (flags.data_parallel_size or 1)
+    return flags.ep_size
 
 
 def read_jobs(flags: Any) -> list[Job]:

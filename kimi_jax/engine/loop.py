@@ -75,7 +75,10 @@ class Engine:
         self._depth = programs.plan(budget=max(self._budget.buckets)).depth
         self._state = programs.new_state()
         self._table = programs.new_table()
-        self._pool = PagePool(self.options.num_pages)
+        # Groups of devices along data have slots of their own, in order, and pages of their own.
+        groups = programs.layout.data_size
+        self._pools = [PagePool(self.options.num_pages // groups) for _ in range(groups)]
+        self._slots_each = self.options.max_num_seqs // groups
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._slots: list[Sequence | None] = [None] * self.options.max_num_seqs
         self._sequences: dict[int, Sequence] = {}
@@ -92,7 +95,7 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        return self._pool.free
+        return sum(pool.free for pool in self._pools)
 
     def pages(self) -> dict[int, tuple[int, ...]]:
         """Cache pages by the id of the request that holds them."""
@@ -112,11 +115,8 @@ class Engine:
         """Builds the programs and runs each once with idle slots, so that no first use is slow."""
         self.programs.warm_up(*plans)
         blank = np.zeros(self.options.prefill_chunk, np.int32)
-        row = self._table.page_row(0)
-        zero = np.int32(0)
-        self._state = self.programs.prefill(
-            self._weights, self._drafter, self._state, row, blank, zero, zero
-        )
+        chunk = self.programs.chunk(0, self._table.page_row(0), blank, 0, 0)
+        self._state = self.programs.prefill(self._weights, self._drafter, self._state, *chunk)
         for plan in plans:
             self._run(plan)
 
@@ -172,22 +172,23 @@ class Engine:
                 f"{len(tokens)} tokens exceed the context (max_model_len) of "
                 f"{self.options.max_model_len}"
             )
-        pages = self._pool.allocate(pages_for(len(tokens), self.options.page_size))
+        group = max(range(len(self._pools)), key=lambda group: self._pools[group].free)
+        pages = self._pools[group].allocate(pages_for(len(tokens), self.options.page_size))
         try:
             row = np.zeros(self.options.pages_per_sequence, np.int32)
             row[: len(pages)] = pages
             parts = []
             for start in range(0, len(tokens), self.options.prefill_chunk):
-                chunk, count = self._chunk(tokens, start)
+                part, count = self._chunk(tokens, start)
+                chunk = self.programs.chunk(group, row, part, start, count)
                 cache = self._state.cache
-                logits, latent = self.programs.score(
-                    self._weights, cache.latent, row, chunk, np.int32(start), np.int32(count)
-                )
+                logits, latent = self.programs.score(self._weights, cache.latent, *chunk)
                 self._state = replace(self._state, cache=replace(cache, latent=latent))
-                parts.append(np.asarray(logits)[:count])
+                mine = logits if len(self._pools) == 1 else logits[group]
+                parts.append(np.asarray(mine)[:count])
             return np.concatenate(parts)
         finally:
-            self._pool.release(pages)
+            self._pools[group].release(pages)
 
     def step_seconds(self, plan: StepPlan, sequences: int, *, context: int, calls: int) -> float:
         """Seconds of a step over so many made-up sequences: the fastest of a few calls.
@@ -204,8 +205,10 @@ class Engine:
                 f"max_model_len={self.options.max_model_len}"
             )
         pages = [
-            self._pool.allocate(pages_for(length + steps, self.options.page_size))
-            for _ in range(sequences)
+            self._pools[self._group(slot)].allocate(
+                pages_for(length + steps, self.options.page_size)
+            )
+            for slot in range(sequences)
         ]
         for slot, held in enumerate(pages):
             self._table.set(
@@ -226,7 +229,7 @@ class Engine:
             seconds.append(self._clock() - begin)
         for slot, held in enumerate(pages):
             self._table.clear(slot)
-            self._pool.release(held)
+            self._pools[self._group(slot)].release(held)
         return min(seconds[1:]) / self.options.steps_per_call
 
     # Requests
@@ -258,12 +261,19 @@ class Engine:
 
     # Slots and pages
 
-    def _held(self) -> list[Sequence]:
-        """Sequences in a slot, oldest first."""
-        return sorted((s for s in self._slots if s is not None), key=lambda s: s.id)
+    def _group(self, slot: int) -> int:
+        """The group along data that a slot belongs to."""
+        return slot // self._slots_each
 
-    def _decoding(self) -> list[Sequence]:
-        return [sequence for sequence in self._held() if sequence.phase is Phase.DECODE]
+    def _held(self, group: int | None = None) -> list[Sequence]:
+        """Sequences in a slot (of one group), oldest first."""
+        held = [s for s in self._slots if s is not None]
+        if group is not None:
+            held = [s for s in held if self._group(s.held_slot) == group]
+        return sorted(held, key=lambda s: s.id)
+
+    def _decoding(self, group: int | None = None) -> list[Sequence]:
+        return [sequence for sequence in self._held(group) if sequence.phase is Phase.DECODE]
 
     def _wanted(self, sequence: Sequence) -> int:
         """Pages that a sequence lacks for the longest that one call can make it."""
@@ -276,22 +286,24 @@ class Engine:
         """Gives free slots to those that wait, while their prompts find pages."""
         while self._waiting and None in self._slots:
             sequence = self._waiting[0]
-            held = self._held()
+            free = [slot for slot, held in enumerate(self._slots) if held is None]
+            # The emptiest group, and its first slot.
+            slot = max(free, key=lambda slot: (self._pools[self._group(slot)].free, -slot))
+            pool, held = self._pools[self._group(slot)], self._held(self._group(slot))
             needed = pages_for(len(sequence.tokens), self.options.page_size)
             # Those that run keep what they want for a call, else the newcomer would soon be sent
             # back by them.
-            spare = self._pool.free - sum(self._wanted(other) for other in held)
-            if needed > (spare if held else self._pool.free):
+            spare = pool.free - sum(self._wanted(other) for other in held)
+            if needed > (spare if held else pool.free):
                 if not held:
                     self._ended.append(self._end(sequence, "length", "out of pages"))
                     continue
                 return
             self._waiting.popleft()
-            self._take_slot(sequence, self._pool.allocate(needed))
+            self._take_slot(sequence, slot, pool.allocate(needed))
 
-    def _take_slot(self, sequence: Sequence, pages: list[int]) -> None:
+    def _take_slot(self, sequence: Sequence, slot: int, pages: list[int]) -> None:
         params = sequence.request.params
-        slot = self._slots.index(None)
         self._slots[slot] = sequence
         sequence.slot, sequence.pages, sequence.cached = slot, pages, 0
         sequence.phase = Phase.PREFILL
@@ -314,7 +326,7 @@ class Engine:
         slot = sequence.held_slot
         self._table.clear(slot)
         self._slots[slot] = None
-        self._pool.release(sequence.pages)
+        self._pools[self._group(slot)].release(sequence.pages)
         sequence.slot, sequence.pages = None, []
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -326,10 +338,15 @@ class Engine:
 
     def _reserve(self) -> list[Sequence]:
         """Finds pages for a call, oldest sequence first; returns those that can take part."""
-        while decoding := self._decoding():
+        ready = [s for group in range(len(self._pools)) for s in self._reserve_in(group)]
+        return sorted(ready, key=lambda sequence: sequence.id)
+
+    def _reserve_in(self, group: int) -> list[Sequence]:
+        pool = self._pools[group]
+        while decoding := self._decoding(group):
             ready = []
             for sequence in decoding:
-                extra = self._pool.allocate(min(self._wanted(sequence), self._pool.free))
+                extra = pool.allocate(min(self._wanted(sequence), pool.free))
                 sequence.pages.extend(extra)
                 # Positions that have a page, and the last token, which needs none.
                 fits = len(sequence.pages) * self.options.page_size + 1
@@ -342,7 +359,7 @@ class Engine:
                 )
             if ready:
                 return ready
-            held = self._held()
+            held = self._held(group)
             if len(held) > 1:
                 self._send_back(held[-1])
             else:
@@ -360,16 +377,12 @@ class Engine:
                 continue
             end = len(sequence.tokens) - 1
             row = self._table.page_row(sequence.held_slot)
+            group = self._group(sequence.held_slot)
             while sequence.cached < end and left > 0:
                 tokens, count = self._chunk(sequence.tokens[:end], sequence.cached)
+                chunk = self.programs.chunk(group, row, tokens, sequence.cached, count)
                 self._state = self.programs.prefill(
-                    self._weights,
-                    self._drafter,
-                    self._state,
-                    row,
-                    tokens,
-                    np.int32(sequence.cached),
-                    np.int32(count),
+                    self._weights, self._drafter, self._state, *chunk
                 )
                 self._prefilled = True
                 sequence.cached += count

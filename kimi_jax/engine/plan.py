@@ -15,6 +15,7 @@ from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine.programs import EngineOptions
 from kimi_jax.engine.slots import SCRATCH_PAGE, pages_for
 from kimi_jax.model import weights as target_weights
+from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.speculation import weights as drafter_weights
 
 GIB = 1 << 30
@@ -46,14 +47,17 @@ class MemoryPlan:
     token_bytes: int  # cache of one token in the target
     drafter_token_bytes: int  # and in the drafter's context
     page_size: int
-    num_pages: int  # the scratch page included
+    num_pages: int  # of all groups, each with its scratch page
     max_num_seqs: int
     max_model_len: int
     largest_context: int  # tokens of one sequence, were it alone
+    devices: int = 1
+    groups: int = 1  # of devices, along data, that have pages of their own
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_pages * self.page_size * (self.token_bytes + self.drafter_token_bytes)
+        pages = self.num_pages // self.groups
+        return pages * self.page_size * (self.token_bytes + self.drafter_token_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -63,7 +67,11 @@ class MemoryPlan:
         """The plan as a table for people."""
         cached = self.token_bytes + self.drafter_token_bytes
         rows = [
-            ("device", f"{self.memory.device}, {size(self.memory.total)}"),
+            (
+                "device",
+                f"{self.memory.device}, {size(self.memory.total)}"
+                + (f"; {self.devices} of them, bytes are each one's" if self.devices > 1 else ""),
+            ),
             ("usable", size(self.memory.usable)),
             ("target", size(self.target_bytes)),
             ("drafter", size(self.drafter_bytes) if self.drafter_bytes else "none"),
@@ -170,8 +178,11 @@ def make_plan(
     page_size: int = EngineOptions.page_size,
     prefill_chunk: int = EngineOptions.prefill_chunk,
     tree_budget: int = 0,
+    layout: Layout = SINGLE,
 ) -> MemoryPlan:
-    """The sizes that fit.
+    """The sizes that fit, per device of the layout.
+
+    max_num_seqs is rounded up to a multiple of the layout's groups along data.
 
     max_model_len None: the model's own context, or as much of it as one sequence finds room for.
     The cache gets pages for max_num_seqs sequences of that length, or as many as fit.
@@ -198,14 +209,22 @@ def make_plan(
     if max_model_len == 1:
         raise ValueError("max_model_len=1 leaves no room for an answer; use at least 2")
 
-    target = target_weights.num_bytes(target_weights.abstract(config, dtype))
-    draft = target_weights.num_bytes(drafter_weights.abstract(drafter, dtype)) if drafter else 0
+    groups = layout.data_size
+    own_seqs = -(-max_num_seqs // groups)
+    max_num_seqs = own_seqs * groups
+    target = layout.device_bytes(target_weights.describe(config, dtype))
+    draft = layout.device_bytes(drafter_weights.describe(drafter, dtype)) if drafter else 0
+    # As of one device with all heads and the whole vocabulary: an upper bound.
     work = workspace_bytes(
-        config, max_num_seqs=max_num_seqs, tree_budget=tree_budget, prefill_chunk=prefill_chunk
+        config, max_num_seqs=own_seqs, tree_budget=tree_budget, prefill_chunk=prefill_chunk
     )
     one = cache.abstract(config, drafter, num_pages=1, page_size=1, dtype=dtype)
-    token = target_weights.num_bytes(one.latent)
+    context = layout.group("page_offset").size
+    if page_size % context:
+        raise ValueError(f"page_size={page_size} does not divide over {context} devices")
+    token = target_weights.num_bytes(one.latent) // context
     draft_token = target_weights.num_bytes((one.draft_k, one.draft_v))
+    draft_token //= layout.group("draft_kv_heads").size
 
     left = memory.usable - target - draft - work
     if memory.platform == "cpu":
@@ -228,7 +247,7 @@ def make_plan(
             f"{where}; "
             f"the largest context that fits is {largest}"
         )
-    pages = min(fitting, max_num_seqs * pages_for(max_model_len, page_size))
+    pages = min(fitting, own_seqs * pages_for(max_model_len, page_size))
     return MemoryPlan(
         memory=memory,
         target_bytes=target,
@@ -237,10 +256,12 @@ def make_plan(
         token_bytes=token,
         drafter_token_bytes=draft_token,
         page_size=page_size,
-        num_pages=pages + SCRATCH_PAGE + 1,
+        num_pages=(pages + SCRATCH_PAGE + 1) * groups,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         largest_context=largest,
+        devices=layout.num_devices,
+        groups=groups,
     )
 
 

@@ -6,15 +6,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from kimi_jax import cache, step
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine.compiling import compile_counter
-from kimi_jax.engine.slots import SlotTable, abstract_array, pages_for
+from kimi_jax.engine.slots import SlotTable, abstract_array, pages_for, to_device
 from kimi_jax.model import weights as target_weights
+from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.step import State, StepPlan
 
@@ -25,7 +29,7 @@ class EngineOptions:
 
     max_num_seqs: int  # B, slots
     max_model_len: int  # longest context, prompt and answer, in tokens
-    num_pages: int  # of the cache, the scratch page included
+    num_pages: int  # of the cache, the scratch page of each group along data included
     page_size: int = 64  # P, tokens a page
     prefill_chunk: int = 64  # C, tokens that one prefill call takes
     prefill_tokens: int = 512  # most prompt tokens between two decoding calls
@@ -67,11 +71,21 @@ class Programs:
         drafter: DrafterConfig | None,
         options: EngineOptions,
         dtype: DTypeLike,
+        layout: Layout = SINGLE,
     ):
+        """Raises ValueError by name if sizes do not divide over the layout's devices."""
         self.model = model
         self.drafter = drafter
         self.options = options
         self.dtype = dtype
+        self.layout = layout
+        for name in ("max_num_seqs", "num_pages"):
+            if getattr(options, name) % layout.data_size:
+                raise ValueError(
+                    f"{name}={getattr(options, name)} does not divide over "
+                    f"{layout.data_size} groups along data"
+                )
+        self.specs = step.Specs(self.plan())
         self.counter = compile_counter()
         self._futures: dict[StepPlan | str, concurrent.futures.Future] = {}
         self._lock = threading.Lock()
@@ -83,6 +97,7 @@ class Programs:
             budget=budget,
             sampled=sampled,
             num_logprobs=num_logprobs,
+            layout=self.layout,
         )
 
     def start(self, *plans: StepPlan) -> None:
@@ -134,20 +149,27 @@ class Programs:
         return self._futures["score"].result()
 
     def new_state(self) -> State:
-        """An empty cache and idle slots."""
-        slots = (self.options.max_num_seqs,)
-        return State(
-            cache=cache.create(
-                self.model,
-                self.drafter,
-                num_pages=self.options.num_pages,
-                page_size=self.options.page_size,
-                dtype=self.dtype,
-            ),
-            length=jnp.zeros(slots, jnp.int32),
-            token=jnp.zeros(slots, jnp.int32),
-            active=jnp.zeros(slots, jnp.bool_),
+        """An empty cache and idle slots; every device makes its own part."""
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), self._state()
         )
+
+    def chunk(
+        self, group: int, row: np.ndarray, tokens: np.ndarray, start: int, count: int
+    ) -> tuple[Any, ...]:
+        """page_row, tokens, start and count as `prefill` and `score` take them.
+
+        group: along data, whose pages `row` counts; the other groups write nothing.
+        """
+        own = (row, tokens, np.int32(start), np.int32(count))
+        groups = self.layout.data_size
+        if groups == 1:
+            return own
+        sharding = self.layout.sharding(self.specs.slots)
+        alone = [np.zeros((groups, *part.shape), np.int32) for part in own]
+        for whole, part in zip(alone, own, strict=True):
+            whole[group] = part
+        return tuple(to_device(whole, sharding) for whole in alone)
 
     def new_table(self) -> SlotTable:
         """A control block without a request."""
@@ -156,6 +178,7 @@ class Programs:
             pages=self.options.pages_per_sequence,
             stop_ids=self.options.max_stop_ids,
             biases=self.options.max_logit_bias,
+            sharding=self.layout.sharding(self.specs.slots),
         )
 
     def _start(self, key: StepPlan | str, build: Callable[[], Program]) -> None:
@@ -172,13 +195,18 @@ class Programs:
     def _build_score(self) -> Program:
         logging.info("compiling scoring, %d tokens a call", self.options.prefill_chunk)
         return step.score.lower(
-            self._weights()[0], self._state().cache.latent, *self._chunk(), config=self.model
+            *(self._weights()[0], self._state().cache.latent, *self._chunk()),
+            config=self.model,
+            layout=self.layout,
         ).compile()
 
     def _chunk(self) -> tuple[Any, ...]:
         """page_row, tokens, start, count."""
         lengths = (self.options.pages_per_sequence,), (self.options.prefill_chunk,), (), ()
-        return tuple(abstract_array(shape, jnp.int32) for shape in lengths)
+        groups = self.layout.data_size
+        lead = () if groups == 1 else (groups,)
+        arrays = tuple(abstract_array((*lead, *shape), jnp.int32) for shape in lengths)
+        return self._placed(arrays, self.specs.slots)
 
     def _build_decode(self, plan: StepPlan) -> Program:
         logging.info(
@@ -192,20 +220,33 @@ class Programs:
         return step.decode_steps.lower(
             *self._weights(),
             self._state(),
-            self.new_table().abstract_control(),
+            self._placed(self.new_table().abstract_control(), self.specs.slots),
             plan=plan,
             steps=self.options.steps_per_call,
         ).compile()
 
     def _weights(self):
+        drafter = drafter_weights.abstract(self.drafter, self.dtype) if self.drafter else None
         return (
-            target_weights.abstract(self.model, self.dtype),
-            drafter_weights.abstract(self.drafter, self.dtype) if self.drafter else None,
+            self._placed(target_weights.abstract(self.model, self.dtype), self.specs.weights),
+            self._placed(drafter, self.specs.drafter),
+        )
+
+    def _placed(self, arrays: Any, specs: Any) -> Any:
+        """Abstract arrays with their shardings; specs: a tree like theirs, or one for all."""
+        if self.layout.mesh is None or arrays is None:
+            return arrays
+        if isinstance(specs, PartitionSpec):
+            specs = jax.tree.map(lambda _: specs, arrays)
+        return jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            arrays,
+            self.layout.shardings(specs),
         )
 
     def _state(self) -> State:
         slots = (self.options.max_num_seqs,)
-        return State(
+        state = State(
             cache=cache.abstract(
                 self.model,
                 self.drafter,
@@ -217,6 +258,7 @@ class Programs:
             token=abstract_array(slots, jnp.int32),
             active=abstract_array(slots, jnp.bool_),
         )
+        return self._placed(state, self.specs.state)
 
 
 def _in_thread(build: Callable[[], Program]) -> concurrent.futures.Future:

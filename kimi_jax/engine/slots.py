@@ -94,8 +94,19 @@ class SlotTable:
 
     _STATE = ("length", "token", "active")
 
-    def __init__(self, num_slots: int, *, pages: int, stop_ids: int, biases: int):
-        """pages: of the longest context; stop_ids, biases: the most that a request may have."""
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        pages: int,
+        stop_ids: int,
+        biases: int,
+        sharding: jax.sharding.Sharding | None = None,
+    ):
+        """pages: of the longest context; stop_ids, biases: the most that a request may have;
+        sharding: where the slots lie, None: on the default device.
+        """
+        self._sharding = sharding
 
         def filled(value: float, dtype: type, *shape: int) -> np.ndarray:
             return np.full((num_slots, *shape), value, dtype)
@@ -175,7 +186,15 @@ class SlotTable:
         sending = {name: self._host[name] for name in names if name in self._changed}
         self._changed.difference_update(sending)
         # A copy: the host goes on writing into its own arrays, and `state` is donated.
-        return jax.device_put(sending, may_alias=False) if sending else {}
+        return {name: to_device(array, self._sharding) for name, array in sending.items()}
+
+
+def to_device(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """A copy of the host's array on its devices; every process has the same and fills its own."""
+    if sharding is None or jax.process_count() == 1:
+        return jax.device_put(array, sharding, may_alias=False)
+    copy = array.copy()
+    return jax.make_array_from_callback(copy.shape, sharding, copy.__getitem__)
 
 
 _CONTROL = tuple(field.name for field in dataclasses.fields(Control))

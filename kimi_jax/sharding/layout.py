@@ -91,15 +91,16 @@ class Layout:
             total += math.prod(param.shape) * param.dtype.itemsize // split
         return total
 
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        """Where an array with this spec lies; None: on the default device."""
+        return NamedSharding(self.mesh, spec) if self.mesh else None
+
     def shardings(self, specs: Any) -> Any:
-        """A tree of PartitionSpecs -> NamedShardings, or None on one device."""
+        """A tree of PartitionSpecs -> the tree of shardings, or None on one device."""
         if self.mesh is None:
             return None
-        mesh = self.mesh
         return jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            specs,
-            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+            self.sharding, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
 
     def spmd(self, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ copies too: attention by sequences, experts by number.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,11 +49,10 @@ def resolve(
     ep_size: int | None = None,
     data_parallel_size: int | None = None,
     num_devices: int,
-    platform: str = "gpu",
 ) -> Shape:
     """The mesh for a preset and sizes; a size that is left out is what the devices allow.
 
-    auto: the given sizes; without any, all GPUs as `tp`, one device on a CPU.
+    auto: the given sizes; without any, one device.
 
     Raises:
         ValueError: an unknown preset, sizes that contradict it or each other, too few devices.
@@ -68,7 +68,7 @@ def resolve(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if sharding == "auto" and not any(given.values()):
-        sharding = "tp" if num_devices > 1 and platform != "cpu" else "single"
+        sharding = "single"
     if sharding == "single":
         return _only_ones(given)
 
@@ -120,7 +120,7 @@ def _only_ones(given: dict[str, int | None]) -> Shape:
     return Shape()
 
 
-def make_layout(shape: Shape, devices: Sequence[jax.Device] | None = None) -> Layout:
+def make_layout(shape: Shape, devices: Sequence[Any] | None = None) -> Layout:
     """The layout over the first devices (all processes' by default); one device needs no mesh."""
     if shape.num_devices == 1:
         return SINGLE

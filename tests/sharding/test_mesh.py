@@ -25,7 +25,7 @@ def abstract_layout(data=1, expert=1, tensor=1, **options) -> Layout:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({}, Shape(tensor=8)),
+        ({}, Shape()),
         ({"sharding": "single"}, Shape()),
         ({"sharding": "tp"}, Shape(tensor=8)),
         ({"sharding": "ep"}, Shape(expert=8)),
@@ -48,11 +48,6 @@ def abstract_layout(data=1, expert=1, tensor=1, **options) -> Layout:
 )
 def test_a_preset_and_sizes_become_a_mesh_of_eight(asked, expected):
     assert resolve(num_devices=8, **asked) == expected
-
-
-def test_auto_takes_one_device_of_a_cpu_and_of_a_machine_with_one():
-    assert resolve(num_devices=8, platform="cpu") == Shape()
-    assert resolve(num_devices=1) == Shape()
 
 
 @pytest.mark.parametrize(
