@@ -35,9 +35,13 @@ class ReaderGone(Exception):
 
 
 class Interrupt:
-    """Ctrl-C asks for the end of the run; a second one ends the process."""
+    """Ctrl-C asks a generation to end; before one, and the second time, it ends the process.
+
+    It does so without an exception: one that is raised inside a callback of JAX's can get lost.
+    """
 
     def __init__(self) -> None:
+        self.generating = False
         self.requested = False
 
     @contextlib.contextmanager
@@ -49,7 +53,9 @@ class Interrupt:
             signal.signal(signal.SIGINT, previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if not self.generating:
+            os.write(2, b"main.py: error: interrupted before anything was generated\n")
+        if self.requested or not self.generating:
             os._exit(INTERRUPTED)
         self.requested = True
 
@@ -177,8 +183,9 @@ def run(flags: Any) -> int:
     if flags.interactive:
         return converse(flags, setup, sampling)
     requests = [job.request(setup, sampling, flags.thinking) for job in jobs]
-    llm = load(setup, requests)
     with Interrupt().watch() as interrupt:
+        llm = load(setup, requests)
+        interrupt.generating = True
         code = batch(flags, llm, requests, interrupt)
     if code == 0:
         finish_compiling()
@@ -366,7 +373,8 @@ def generate(
 
 def converse(flags: Any, setup: Setup, sampling: dict[str, Any]) -> int:
     """A conversation on the terminal: one line a message, Ctrl-C cuts an answer short."""
-    llm = load(setup, ())
+    with Interrupt().watch():
+        llm = load(setup, ())
     messages: list[Message] = []
     if flags.system:
         messages.append({"role": "system", "content": flags.system})
@@ -389,6 +397,7 @@ def converse(flags: Any, setup: Setup, sampling: dict[str, Any]) -> int:
             print(f"{error}", file=sys.stderr)
             continue
         with Interrupt().watch() as interrupt:
+            interrupt.generating = True
             result = answer(llm, request, interrupt)
         messages = [*turn, {"role": "assistant", "content": result.text}]
 
