@@ -9,6 +9,7 @@ The text streams to stdout, everything else goes to stderr. Dashes do for unders
 
 import logging as std_logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -150,13 +151,25 @@ def check(values: flags.FlagValues) -> None:
     sources += ["interactive"] if values.interactive else []
     if len(sources) > 1:
         raise arguments.UsageError(f"--{sources[0]} and --{sources[1]} exclude each other")
+    for name in ("model", "drafter", "prompt_file", "output_json", "profile_dir"):
+        if values[name].value == "":
+            raise arguments.UsageError(f"--{name} is empty (an unset variable?)")
+    if values.profile_steps < 1:
+        raise arguments.UsageError(f"--profile_steps={values.profile_steps}: expected at least 1")
     if not sources and not values.dry_run and not values.tune and sys.stdin.isatty():
         raise arguments.UsageError("no prompt: give --prompt, --prompt_file or --interactive")
     if values.interactive and values.output_json:
         raise arguments.UsageError("--interactive and --output_json exclude each other")
 
 
+def leave(*_: object) -> None:
+    """Ctrl-C while libraries are imported: they do not all survive an exception."""
+    os.write(2, b"main.py: error: interrupted before anything was generated\n")
+    os._exit(130)
+
+
 def main(argv: list[str]) -> int:
+    signal.signal(signal.SIGINT, leave)
     flags.FLAGS.set_default("verbosity", logging.INFO)
     if arguments.wants_help(argv[1:]):
         print(arguments.help_text(__doc__ or "", GROUPS, flags.FLAGS))
@@ -172,6 +185,7 @@ def main(argv: list[str]) -> int:
     # JAX is loaded only for a valid command line.
     from kimi_jax.cli.run import BROKEN_PIPE, INTERRUPTED, run
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = run(flags.FLAGS)
     except (ValueError, NotImplementedError, OSError) as error:

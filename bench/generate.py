@@ -53,7 +53,7 @@ def measure(llm: LLM, *, ctx: int, concurrency: int, tokens: int, temperature: f
     row = {
         "ctx_tokens_target": ctx,
         "concurrency": concurrency,
-        "tree_budget": llm.setup.options.tree_budget,
+        "tree_budget": "auto" if llm.setup.tree_budget is None else llm.setup.tree_budget,
         "temperature": temperature,
         "duration": duration,
         "total_output_tokens": sum(result.usage.completion_tokens for result in results),

@@ -15,6 +15,9 @@ from typing import Any
 from kimi_jax import config_json
 from kimi_jax.config_json import GROUP_SIZE, Source
 
+MAX_BLOCK = 64
+"""Longest block of a drafter; published ones have 8 or 16."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class YarnConfig:
@@ -193,8 +196,10 @@ class DrafterConfig:
             *("head_dim", "intermediate_size", "rms_norm_eps", "vocab_size", "rope_theta"),
             *("yarn_amplitude", "max_position_embeddings"),
         )
-        if self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size}; a block is the anchor and masks")
+        if not 2 <= self.block_size <= MAX_BLOCK:
+            raise ValueError(
+                f"block_size={self.block_size}: expected 2..{MAX_BLOCK}, the anchor and its masks"
+            )
         _in_vocabulary(self, "mask_token_id", self.mask_token_id)
         if not self.target_layer_ids or len({*self.target_layer_ids}) < len(self.target_layer_ids):
             raise ValueError(

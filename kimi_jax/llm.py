@@ -81,7 +81,7 @@ class Setup:
 
     @property
     def is_bundled(self) -> bool:
-        return self.folder == BUNDLED_MODEL
+        return self.folder.resolve() == BUNDLED_MODEL.resolve()
 
     @property
     def thinks(self) -> bool:

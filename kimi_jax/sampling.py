@@ -73,7 +73,12 @@ class SamplingParams:
             f"0 (greedy) or at least {MIN_TEMPERATURE}",
         )
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(_is_count(self.top_k), "top_k", self.top_k, "an integer >= 0 (0 turns it off)")
+        _require(
+            _is_count(self.top_k) and self.top_k < 2**31,
+            "top_k",
+            self.top_k,
+            "an integer from 0 (off) to 2**31 - 1",
+        )
         _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(
             self.seed is None or (_is_count(self.seed) and self.seed < 2**64),

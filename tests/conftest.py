@@ -24,5 +24,5 @@ def full(request) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Compiled programs are kept for the session, in no folder of the user's; processes share it."""
+    """Compiled programs are kept for the session, apart from the user's; processes share them."""
     os.environ["KIMI_JAX_COMPILATION_CACHE"] = str(tmp_path_factory.getbasetemp() / "xla")

@@ -41,6 +41,16 @@ def as_chat(text: str, system: str | None) -> list[Message]:
     return [*messages, {"role": "user", "content": text}]
 
 
+def as_text(data: bytes, where: str) -> str:
+    """UTF-8, with or without a byte order mark; ValueError names where it is not."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
+
+
 def job(text: str, *, where: str, chat: bool, system: str | None) -> Job:
     return Job(prompt=as_chat(text, system) if chat else text, where=where)
 
@@ -52,18 +62,21 @@ def read_file(path: str, *, chat: bool, system: str | None) -> list[Job]:
     user message if `chat`; token ids are always taken as they are.
 
     Raises:
-      OSError: the file cannot be read.
-      ValueError: a line that is no such thing, by its number; a file without a line.
+      ValueError: the file cannot be read; a line that is no such thing, by its number; a file
+        without a line.
     """
     jobs = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                where = f"{Path(path).name}, line {number}"
-                try:
-                    jobs.append(_line(line, where=where, chat=chat, system=system))
-                except ValueError as error:
-                    raise ValueError(f"{where}: {error}") from error
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--prompt_file={path}: {error.strerror}") from error
+    for number, line in enumerate(as_text(data, f"--prompt_file={path}").splitlines(), start=1):
+        if line.strip():
+            where = f"{Path(path).name}, line {number}"
+            try:
+                jobs.append(_line(line, where=where, chat=chat, system=system))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
     if not jobs:
         raise ValueError(f'{path} holds no prompt; expected lines such as {{"prompt": "Hello"}}')
     return jobs
@@ -72,7 +85,7 @@ def read_file(path: str, *, chat: bool, system: str | None) -> list[Job]:
 def _line(line: str, *, where: str, chat: bool, system: str | None) -> Job:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, found {type(entry).__name__}")
@@ -85,10 +98,14 @@ def _line(line: str, *, where: str, chat: bool, system: str | None) -> Job:
     thinking = entry.get("thinking")
     if thinking is not None and not isinstance(thinking, bool):
         raise ValueError(f"thinking={thinking!r}: expected true or false")
-    sampling = {name: entry[name] for name in SAMPLING_FIELDS if name in entry}
+    # null is how other programs' files say that a field is not given.
+    sampling = {name: entry[name] for name in SAMPLING_FIELDS if entry.get(name) is not None}
     if isinstance(sampling.get("logit_bias"), dict):
         # JSON's keys are strings.
-        sampling["logit_bias"] = {int(id): value for id, value in sampling["logit_bias"].items()}
+        try:
+            sampling["logit_bias"] = {int(id): v for id, v in sampling["logit_bias"].items()}
+        except ValueError as error:
+            raise ValueError(f"logit_bias: keys are token ids ({error})") from error
     return Job(
         prompt=_prompt(entry, chat=chat, system=system),
         where=where,

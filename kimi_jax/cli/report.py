@@ -48,8 +48,13 @@ def check_writable(path: str) -> None:
         raise ValueError(f"--output_json={path}: there is no folder {folder}")
     if Path(path).is_dir():
         raise ValueError(f"--output_json={path} is a folder; give a file, or '-' for stdout")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--output_json={path}: the folder {folder} cannot be written to")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output_json={path}: the folder {folder} cannot be written to ({error.strerror})"
+        ) from error
 
 
 def write_json(path: str, entries: Sequence[dict[str, Any]]) -> None:

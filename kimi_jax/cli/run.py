@@ -4,9 +4,11 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -156,6 +158,8 @@ def run(flags: Any) -> int:
     """
     if flags.output_json and flags.output_json != "-":
         report.check_writable(flags.output_json)
+    if flags.profile_dir:
+        prepare_folder(flags.profile_dir)
     speculation = speculating.options(flags)
     jobs = [] if flags.dry_run or flags.interactive or flags.tune else read_jobs(flags)
     setup = set_up(
@@ -163,7 +167,9 @@ def run(flags: Any) -> int:
         dtype=flags.dtype,
         load_format=flags.load_format,
         max_model_len=flags.max_model_len,
-        max_num_seqs=flags.max_num_seqs or min(len(jobs), 8) or None,
+        max_num_seqs=min(len(jobs), 8) or None
+        if flags.max_num_seqs is None
+        else flags.max_num_seqs,
         page_size=flags.page_size,
         gpu_memory_utilization=flags.gpu_memory_utilization,
         seed=flags.seed,
@@ -192,6 +198,18 @@ def run(flags: Any) -> int:
     return code
 
 
+def prepare_folder(path: str) -> None:
+    """Makes the folder of a trace; ValueError, before long work, if nothing can be kept there."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--profile_dir={path}: cannot be written to ({error.strerror})"
+        ) from error
+
+
 def expert_parallel_size(flags: Any) -> int | None:
     """--ep_size, or vLLM's switch, which means all devices."""
     if flags.ep_size is None and flags.enable_expert_parallel:
@@ -206,7 +224,10 @@ def read_jobs(flags: Any) -> list[Job]:
         return [prompts.job(flags.prompt, where="--prompt", **options)]
     if flags.prompt_file is not None:
         return prompts.read_file(flags.prompt_file, **options)
-    return [prompts.job(sys.stdin.read(), where="standard input", **options)]
+    text = prompts.as_text(sys.stdin.buffer.read(), "standard input")
+    if not text.strip():
+        raise ValueError("standard input is empty: give --prompt, --prompt_file or a text")
+    return [prompts.job(text, where="standard input", **options)]
 
 
 def sampling_of(flags: Any, setup: Setup) -> dict[str, Any]:

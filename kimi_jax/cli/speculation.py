@@ -16,7 +16,8 @@ def options(flags: Any) -> dict[str, Any]:
     drafter = drafter if drafter is not None else config.get("model", "auto")
     budget = budget if budget is not None else config.get("tree_budget", "auto")
     if not flags.speculate:
-        if flags.drafter is not None or flags.tree_budget is not None or config:
+        plain = flags.tree_budget in (None, "0")  # 0 says the same
+        if flags.drafter is not None or not plain or config:
             raise ValueError("--nospeculate excludes --drafter, --tree_budget and the like")
         return {"drafter": None, "tree_budget": 0}
     return {"drafter": drafter, "tree_budget": _budget(budget)}
@@ -28,13 +29,15 @@ def _config(text: str | None) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"--speculative_config is not JSON ({error}): {text}") from error
     known = {"method", "model", "tree_budget"}
     if not isinstance(config, dict) or set(config) - known:
         raise ValueError(
             f"--speculative_config={text}: expected an object with {', '.join(sorted(known))}"
         )
+    if not isinstance(config.get("model", ""), str):
+        raise ValueError(f"--speculative_config: model={config['model']!r}: expected a folder")
     method = config.get("method", "ddtree")
     if method != "ddtree":
         raise ValueError(f"--speculative_config: method={method!r} is unknown; use 'ddtree'")
@@ -42,9 +45,8 @@ def _config(text: str | None) -> dict[str, Any]:
 
 
 def _budget(value: Any) -> Budget:
-    if value == "auto":
-        return "auto"
-    try:
+    if value == "auto" or type(value) is int:
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"tree_budget={value!r}: expected 'auto' or a number in 0..63") from None
+    raise ValueError(f"tree_budget={value!r}: expected 'auto' or a number in 0..63")

@@ -126,7 +126,7 @@ def _check(index: int, message: Message) -> None:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where}: expected a dict with role and content, got {message!r:.80}")
     role = message.get("role")
-    if role not in _OPENER:
+    if not isinstance(role, str) or role not in _OPENER:
         raise ValueError(f"{where}: role {role!r}; expected one of {', '.join(_OPENER)}")
     if message.get("tool_calls"):
         raise NotImplementedError(
