@@ -272,7 +272,7 @@ def _drafter_folder(model: Path, drafter: str | Path | None) -> Path | None:
     if drafter != "auto":
         return None if drafter is None else Path(drafter).expanduser()
     inside = model / "drafter"
-    return inside if (inside / "config.json").exists() else None
+    return inside if inside.is_dir() else None  # one without its files is refused, not overlooked
 
 
 class LLM:
