@@ -388,7 +388,7 @@ def top(values: jax.Array, k: int, vocab: Group = ALONE) -> tuple[jax.Array, jax
     Each device sends its own k; they arrive in order of id, which decides between equals.
     """
     best, columns = lax.top_k(values, min(k, values.shape[-1]))
-    if vocab.size == 1:
+    if vocab.size == 1 or k == 0:  # an empty array cannot be gathered
         return best, columns
     axis = values.ndim - 1
     ids = vocab.gather(columns + vocab.first(values.shape[-1]), axis)
