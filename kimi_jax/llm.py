@@ -318,6 +318,12 @@ class LLM:
     ) -> None:
         self.setup = setup
         enable_persistent_cache()
+        if setup.layout.num_devices > 1:
+            logging.warning(
+                "running on %d devices: not every preset has been compared with one device yet, "
+                "see the README's limits",
+                setup.layout.num_devices,
+            )
         programs = Programs(setup.config, setup.drafter, setup.options, setup.dtype, setup.layout)
         plans = setup.plans_for(programs, requests)
         first = plans if patient else plans[:1]

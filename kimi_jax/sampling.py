@@ -77,7 +77,7 @@ class SamplingParams:
             _is_count(self.top_k) and self.top_k < 2**31,
             "top_k",
             self.top_k,
-            "an integer from 0 (off) to 2**31 - 1",
+            "an integer >= 0 (0 turns it off) and below 2**31",
         )
         _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(
