@@ -52,16 +52,14 @@ def moe(
     and serves the experts that it has: another's id is, here, not routed. Nothing is dropped.
     """
     ids, shares = route(weights, config, x, live)
-    experts = weights.experts
     travel = layout.rows_travel
     routed = int4_moe.routed_experts(
         travel.gather(x, axis=0),
-        layout.group("expert").local(travel.gather(ids, axis=0), experts.gate_up_codes.shape[0]),
+        layout.group("expert").local(
+            travel.gather(ids, axis=0), int4_moe.num_experts(weights.experts)
+        ),
         travel.gather(shares, axis=0),
-        experts.gate_up_codes,
-        experts.gate_up_scales,
-        experts.down_codes,
-        experts.down_scales,
+        weights.experts,
         implementation=implementation,
     )
     return travel.sum_parts(routed, axis=0) + dense_mlp(weights.shared, x), ids

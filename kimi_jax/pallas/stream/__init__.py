@@ -1,0 +1,1 @@
+"""Weight streams: the packed order, the ring through shared memory, and the machine they run on."""
