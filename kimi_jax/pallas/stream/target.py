@@ -3,10 +3,19 @@
 import dataclasses
 from typing import Any
 
-SHARED_BYTES = {(9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376}
-"""Shared memory of a block, by compute capability (CUDA programming guide, table 30)."""
-
 SHARED_GRANULE = 1024  # Pallas rounds a scratch buffer up to this
+
+# Shared memory of a block, by compute capability (CUDA programming guide, table 30), less a granule:
+# a launch with the last one in use is refused on an H200 ("invalid argument").
+SHARED_BYTES = {
+    capability: limit - SHARED_GRANULE
+    for capability, limit in {
+        (9, 0): 232_448,
+        (10, 0): 232_448,
+        (10, 3): 232_448,
+        (12, 0): 101_376,
+    }.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +31,16 @@ class Target:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
+def _known(capability: tuple[int, int], num_cores: int) -> Target:
+    return Target(
+        capability=capability, num_cores=num_cores, shared_bytes=SHARED_BYTES[capability]
+    )
+
+
 KNOWN = {
-    "sm_90": Target(capability=(9, 0), num_cores=132, shared_bytes=232_448),  # H200
-    "sm_103": Target(capability=(10, 3), num_cores=148, shared_bytes=232_448),  # B300
-    "sm_120": Target(capability=(12, 0), num_cores=188, shared_bytes=101_376),  # RTX PRO 6000
+    "sm_90": _known((9, 0), 132),  # H200
+    "sm_103": _known((10, 3), 148),  # B300
+    "sm_120": _known((12, 0), 188),  # RTX PRO 6000
 }
 
 
