@@ -105,6 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the checks and three cells")
     parser.add_argument("--rows", type=numbers, default=specs.ROWS, help="M of the cells")
     parser.add_argument("--minutes", type=float, default=4.5, help="--tune stops after these")
+    parser.add_argument("--only", default="", help="sections that begin so, comma separated")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help=argparse.SUPPRESS)
     parser.add_argument("--unfused", action="store_true", help="a launch for each phase")
@@ -205,8 +206,10 @@ class Child:
 
     def run(self) -> None:
         skip = set(self.arguments.skip.split(","))
+        only = self.arguments.only
         for name, body in self.sections():
-            if name in skip and name != "start":
+            unwanted = name in skip or (only and not name.startswith(tuple(only.split(","))))
+            if unwanted and name != "start":
                 continue
             self.section = name
             self.write(begins=True)

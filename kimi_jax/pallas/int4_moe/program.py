@@ -21,9 +21,8 @@ Which block does what depends on the routing; the order in which any one output 
 slices of K and their order follow from D and F alone, tile and chunk sizes do not enter. A row's
 result is bit-equal whatever else is in the batch.
 
-Inside, a weight is code + 128 as bfloat16 (one logical operation for two codes); the surplus 136 is
-taken off by the first accumulator of every group of 32 inputs, -136 sum(x), which the tensor cores
-make of the same x. The scale of the group multiplies the float32 sum.
+Inside, a weight is code - 8 as bfloat16, exactly; the scale of a group of 32 inputs multiplies the
+float32 sum that the tensor cores make of it.
 """
 
 import dataclasses
@@ -60,8 +59,6 @@ COLUMNS = 8  # rows of x that one tensor-core instruction takes
 DISPATCH, CONSUME, TURN = 4, 5, 6  # TURN + warpgroup
 
 LAUNCH_UNIT = 1 << 16  # what a launch adds to the counter in all
-
-SURPLUS = 0xC308C308 - (1 << 32)  # two bfloat16 of -(128 + 8)
 
 Phase = Literal["gate_up", "down"]
 BOTH: tuple[Phase, ...] = ("gate_up", "down")
@@ -265,16 +262,12 @@ class Layout:
 
     @property
     def scalars(self) -> int:
-        """Number of tiles, index of expert 0, value of the counter to wait for; then `SURPLUS`."""
+        """Number of tiles, index of expert 0, value of the counter to wait for."""
         return padded(self.tiles + 8 * self.max_tiles, 16)
 
     @property
-    def surplus(self) -> int:
-        return self.scalars + 16
-
-    @property
     def barriers(self) -> int:
-        return self.surplus + 16
+        return self.scalars + 16
 
     @property
     def shared_bytes(self) -> int:
@@ -339,8 +332,6 @@ class _Kernel:
         scalars = self.layout.scalars
         m.store_shared(scalars + 4, [m.load("first", 0)], m.lane == 0)
         m.store_shared(scalars + 8, [goal], m.lane == 0)
-        # Read back, the constant stays in registers; otherwise it is made anew for every use.
-        m.store_shared(self.layout.surplus, [SURPLUS] * 4, m.lane == 0)
 
     def clear_output(self) -> None:
         """Zeros this block's outputs."""
@@ -442,7 +433,7 @@ class _Kernel:
             leads = valid & (rank % layout.tile_rows == 0)
             entry = [expert | m.shl(held, 16), position]
             m.store_shared(layout.tiles + tile * 8, entry, leads)
-        m.fence_async()  # copies follow where the masks were
+        m.fence_async("shared")  # copies follow where the masks were
 
     def tile(self, index: Value) -> tuple[Value, Value, Value]:
         """(expert, rows, first pair) of a tile."""
@@ -597,7 +588,7 @@ class _Kernel:
         m.for_(0, ahead, weights)
         if "gate_up" in self.phases:
             m.wait_reached("counter", 0, self.goal)
-            m.fence_async()  # the rows were written as ordinary stores
+            m.fence_async("global")  # the rows were written as ordinary stores
         m.for_(0, ahead, hidden)
         m.for_(ahead, count, both)
 
@@ -606,7 +597,6 @@ class _Kernel:
     def consume(self) -> None:
         m = self.m
         self.ring, self.group_warp = m.warp // GROUP_WARPS, m.warp % GROUP_WARPS
-        self.surplus = m.load_shared(self.layout.surplus, 0, 4)
         q = 0
         if "gate_up" in self.phases:
 
@@ -623,16 +613,10 @@ class _Kernel:
     def announce(self) -> None:
         """Tells the grid that this block's hidden rows are in memory."""
         m = self.m
-        m.fence_async()  # others fetch them by copies
+        m.fence_async("global")  # others fetch them by copies
         m.sync(CONSUME, CONSUMERS * WARP)
         arrival = m.select(m.cta == 0, LAUNCH_UNIT - (self.num_blocks - 1), 1)
-        first = (m.warp == 0) & (m.lane == 0)
-
-        def signal() -> None:
-            m.fence_device()
-            m.add_int_release("counter", 0, arrival, first)
-
-        m.if_(m.warp == 0, signal)
+        m.add_int_release("counter", 0, arrival, (m.warp == 0) & (m.lane == 0))
 
     def columns(self, stride: int) -> tuple[list[Value], list[int]]:
         """Byte offsets of the lane's x rows in a slot, one per instruction, and the numbers of
@@ -659,8 +643,7 @@ class _Kernel:
         """Adds one unit of 128 inputs: sums[block][instruction][4] += weights x.
 
         units: address of each block's unit; x: address of the lane's 16 bytes of group 0, one for
-        each instruction. Group after group: an accumulator of -136 sum(x), two steps of 16 inputs
-        on top, times the scale.
+        each instruction. Group after group: two steps of 16 inputs, times the scale.
         """
         m = self.m
         scales = [m.load_shared(unit + self.g * 16, CODE_WORDS * 4, 4) for unit in units]
@@ -669,16 +652,12 @@ class _Kernel:
             for group in range(2):
                 index = half * 2 + group
                 rows = [m.load_shared(address, index * GROUP * 2, 4) for address in x]
-                offsets = []
-                for row in rows:
-                    partial = m.mma(None, self.surplus, row[:2])
-                    offsets.append(m.mma(partial, self.surplus, row[2:]))
                 for block, words in enumerate(codes):
                     steps = [m.unpack(words[2 * group + step]) for step in range(2)]
                     scale = scales[block][index]
                     low, high = m.as_float(m.shl(scale, 16)), m.as_float(scale & -65536)
-                    for i, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
-                        partial = m.mma(offset, steps[0], row[:2])
+                    for i, row in enumerate(rows):
+                        partial = m.mma(None, steps[0], row[:2])
                         partial = m.mma(partial, steps[1], row[2:])
                         sums[block][i] = [
                             m.fma(value, (low, low, high, high)[k], sums[block][i][k])
@@ -743,7 +722,7 @@ class _Kernel:
                 m.store_shared(own + place, sums[b][i])
             m.sync(CONSUME, CONSUMERS * WARP)
             self.finish(count, slots, i, inside, blocks, rows, first)
-        m.fence_async()  # copies follow
+        m.fence_async("shared")  # copies follow
         m.sync(CONSUME, CONSUMERS * WARP)
         self.rings.release(m, self.ring, q_last)
 

@@ -11,6 +11,8 @@ from kimi_jax.pallas.stream.target import SHARED_GRANULE, Target
 
 MAX_SLOTS = 24
 ENOUGH_BYTES = 128 * 1024
+CHUNKS = 1.8
+DOWN_UNITS = 4
 
 MEASURED: dict[str, dict[tuple[int, int, int, int], Tiling]] = {}
 """Per target name: (rows, experts, hidden, width) -> tiling; `python3 -m bench.int4_moe --tune`."""
@@ -25,10 +27,10 @@ def choose(shape: Shape, target: Target) -> Tiling:
 def by_rule(shape: Shape, target: Target) -> Tiling:
     """Sized for choices that fall evenly on the experts.
 
-    tile_rows: so that few experts have more rows, and their weights are read once. warp_blocks: as
-    many as a multiprocessor's part of the blocks gives each warp, at most 4 (32 sums a lane with
-    8 rows). The contents of a slot of down, and slots: what keeps most bytes of weights in flight.
-    Smaller tiles where shared memory does not hold two slots a ring.
+    tile_rows: so that few experts have more rows, and their weights are read once. warp_blocks:
+    such that a multiprocessor still has CHUNKS chunks, for one to load while another is summed; at
+    most 4 (32 sums a lane with 8 rows). A slot of down: DOWN_UNITS units, then what keeps most
+    bytes of weights in flight. Smaller tiles where shared memory does not hold two slots a ring.
     """
     experts = expected_experts(shape)
     mean = shape.pairs / experts
@@ -36,12 +38,14 @@ def by_rule(shape: Shape, target: Target) -> Tiling:
     tile_rows = next((n for n in (8, 16) if min(likely, shape.rows) <= n), 32)
     share = experts * shape.gate_blocks / target.num_cores
     m_warps = 8 // shape.k_slices
-    warp_blocks = next((n for n in (1, 2) if share <= n * m_warps), 4)
+    warp_blocks = next((n for n in (4, 2) if share >= CHUNKS * n * m_warps), 1)
     for rows in (n for n in (32, 16, 8) if n <= tile_rows):
         for blocks in (n for n in (4, 2, 1) if n <= warp_blocks):
             fitting = candidates(shape, target, tile_rows=rows, warp_blocks=blocks)
             if fitting:
-                return min(fitting, key=lambda tiling: _slowness(shape, tiling))
+                most = max(_units_in_slot(tiling) for tiling in fitting)
+                fullest = [tiling for tiling in fitting if _units_in_slot(tiling) == most]
+                return min(fullest, key=lambda tiling: _slowness(shape, tiling))
     raise NotImplementedError(
         f"int4_moe: no tiling of {shape} fits {target.shared_bytes} bytes of shared memory"
     )
@@ -74,6 +78,10 @@ def candidates(
                     out.append(tiling)
                     break
     return out
+
+
+def _units_in_slot(tiling: Tiling) -> int:
+    return min(tiling.down_units * tiling.down_tiles, DOWN_UNITS)
 
 
 def _slowness(shape: Shape, tiling: Tiling) -> float:

@@ -15,6 +15,7 @@ from kimi_jax.pallas.stream.machine import WARP
 
 _LANES = np.arange(WARP, dtype=np.int32)
 _NIBBLES = np.arange(0, 16, 4, dtype=np.uint32)[:, None]
+_INTEGERS = np.arange(-8, 8, dtype=np.float32).view(np.uint32) >> 16  # as bfloat16
 
 
 class Deadlock(RuntimeError):
@@ -221,8 +222,8 @@ class Warp:
         return a / (np.float32(1.0) + np.exp(-a))
 
     def unpack(self, word):
-        shifted = word.view(np.uint32) >> _NIBBLES
-        return list(((shifted & np.uint32(0x000F000F)) | np.uint32(0x43004300)).view(np.int32))
+        codes = (word.view(np.uint32) >> _NIBBLES) & np.uint32(0x000F000F)
+        return list((_INTEGERS[codes & 15] | (_INTEGERS[codes >> 16] << 16)).view(np.int32))
 
     def mma(self, c, a, b):
         left = _halves(a).reshape(2, 2, 8, 4, 2).transpose(1, 2, 0, 3, 4).reshape(16, 16)
@@ -364,10 +365,7 @@ class Warp:
     def fence_mbarrier_init(self):
         pass
 
-    def fence_async(self):
-        pass
-
-    def fence_device(self):
+    def fence_async(self, space):
         pass
 
 

@@ -273,8 +273,11 @@ class Gpu:
         out = []
         for i in range(4):
             shifted = word.ir if i == 0 else arith.shrui(word.ir, _constant(4 * i, _i32()))
-            text = "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"  # (a & b) | c
-            out.append(Val(_ptx(text, shifted, result=_i32(), effects=False)))
+            text = "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"  # (a & b) | c: 128 + code
+            offset = _ptx(text, shifted, result=_i32(), effects=False)
+            text = "sub.rn.bf16x2 $0, $1, $2;"  # exact
+            surplus = _constant(0x43084308, _i32())  # 128 + 8
+            out.append(Val(_ptx(text, offset, surplus, result=_i32(), effects=False)))
         return out
 
     def mma(self, c: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
@@ -403,11 +406,8 @@ class Gpu:
     def fence_mbarrier_init(self) -> None:
         _ptx("fence.mbarrier_init.release.cluster;")
 
-    def fence_async(self) -> None:
-        _ptx("fence.proxy.async;")
-
-    def fence_device(self) -> None:
-        _ptx("fence.acq_rel.gpu;")
+    def fence_async(self, space: str) -> None:
+        _ptx(f"fence.proxy.async.{'shared::cta' if space == 'shared' else space};")
 
 
 def _raw(values: Sequence[Any]) -> list[ir.Value]:

@@ -21,7 +21,7 @@ beyond 16 bytes, and rounding inside the tensor cores.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Value = Any  # int32, float32 or predicate: a Python number, a NumPy array or a wrapped MLIR value
 Carry = Sequence[Value]
@@ -75,8 +75,8 @@ class Machine(Protocol):
     def fma(self, a: Value, b: Value, c: Value) -> Value: ...
     def silu(self, a: Value) -> Value: ...
     def unpack(self, word: Value) -> list[Value]:
-        """Eight codes of a word -> four bfloat16 pairs 128 + code: register i holds nibble i in
-        its low and nibble i + 4 in its high half."""
+        """Eight codes of a word -> four bfloat16 pairs of code - 8, exact: register i holds nibble
+        i in its low and nibble i + 4 in its high half."""
         ...
 
     def mma(self, c: Sequence[Value] | None, a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
@@ -154,8 +154,7 @@ class Machine(Protocol):
         ...
 
     def fence_mbarrier_init(self) -> None: ...
-    def fence_async(self) -> None:
-        """Orders ordinary accesses before it with copies (the asynchronous proxy) after it."""
+    def fence_async(self, space: Literal["shared", "global"]) -> None:
+        """Orders ordinary accesses to that memory before it with copies (the asynchronous proxy)
+        after it. For both at once an H200 waits for all of a warp's stores, about 1 us."""
         ...
-
-    def fence_device(self) -> None: ...

@@ -5,7 +5,7 @@ from typing import Any
 
 SHARED_GRANULE = 1024  # Pallas rounds a scratch buffer up to this
 
-# Shared memory of a block, by compute capability (CUDA programming guide, table 30), less a granule:
+# Shared memory of a block, by compute capability (CUDA programming guide, table 30), less one:
 # a launch with the last one in use is refused on an H200 ("invalid argument").
 SHARED_BYTES = {
     capability: limit - SHARED_GRANULE
@@ -32,9 +32,7 @@ class Target:
 
 
 def _known(capability: tuple[int, int], num_cores: int) -> Target:
-    return Target(
-        capability=capability, num_cores=num_cores, shared_bytes=SHARED_BYTES[capability]
-    )
+    return Target(capability=capability, num_cores=num_cores, shared_bytes=SHARED_BYTES[capability])
 
 
 KNOWN = {
