@@ -40,7 +40,7 @@ def routed_experts(
         "gate_up": np.ascontiguousarray(packed.gate_up),
         "down": np.ascontiguousarray(packed.down),
         "counter": np.asarray(packed.counter),
-        "hidden": np.full((shape.pairs, shape.padded_width), 0xFFFF, np.uint16),  # NaN
+        "hidden": np.full(layout.hidden_shape, 0xFFFF, np.uint16),  # NaN
         "out": np.full((shape.rows, shape.padded_hidden), np.nan, np.float32),
     }
     launches: tuple[tuple[Phase, ...], ...] = (BOTH,) if fused else (("gate_up",), ("down",))

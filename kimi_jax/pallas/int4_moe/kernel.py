@@ -111,7 +111,7 @@ def _call(
     shape = layout.shape
     types = {}
     if "gate_up" in phases:
-        types["hidden"] = jax.ShapeDtypeStruct((shape.pairs, shape.padded_width), jnp.bfloat16)
+        types["hidden"] = jax.ShapeDtypeStruct(layout.hidden_shape, jnp.bfloat16)
     if "down" in phases:
         types["out"] = jax.ShapeDtypeStruct((shape.rows, shape.padded_hidden), jnp.float32)
     names = (*operands, *types)

@@ -26,6 +26,7 @@ float32 sum that the tensor cores make of it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -218,6 +219,12 @@ class Layout:
         return self.tiling.down_units * UNIT_INPUTS * 2 + ROW_GAP
 
     @property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """Of the hidden rows in global memory, in the order in which slots of down take them: part
+        of F, pair sorted by expert, columns and a gap; so one copy fetches the rows of a tile."""
+        return self.down_rounds, self.shape.pairs, self.down_row_stride // 2
+
+    @property
     def gate_slot_bytes(self) -> int:
         return self.gate_weight_bytes + self.held_rows * self.gate_row_stride
 
@@ -290,8 +297,9 @@ def program(m: Machine, layout: Layout, num_blocks: int, phases: tuple[Phase, ..
 
     x bfloat16 [M, D], ids int32 [M, K], shares float32 [M, K], first int32 [1] (expert 0's index in
     the weights), gate_up and down (`stream.packing`), counter int32 (its first word a multiple of
-    `LAUNCH_UNIT`; so it is again when the kernel ends), hidden bfloat16 [M K, F], out float32
-    [M, D]. D and F padded. `phases`: one alone, as a launch of its own, reads or leaves `hidden`.
+    `LAUNCH_UNIT`; so it is again when the kernel ends), hidden bfloat16 `Layout.hidden_shape`, out
+    float32 [M, D]. D and F padded. `phases`: one alone, as a launch of its own, reads or leaves
+    `hidden`.
     """
     _Kernel(m, layout, num_blocks, phases).run()
 
@@ -320,7 +328,7 @@ class _Kernel:
             self.shape.down_tiles - m.cta + self.num_blocks - 1
         ) // self.num_blocks
         m.if_(m.warp < CONSUMERS, self.consume)
-        m.if_((m.warp >= CONSUMERS) & (m.warp < CONSUMERS + RINGS), self.produce)
+        m.if_(m.warp >= CONSUMERS, self.produce)
 
     # Before the weights.
 
@@ -452,55 +460,98 @@ class _Kernel:
     def before_end(self, block: Value, q: Value) -> Value:
         return block < self.end_block
 
-    # Producers: one warp a ring.
+    # Producers: for each ring a warp that fetches weights, and one that fetches what they multiply.
 
     def produce(self) -> None:
         m = self.m
-        self.ring = m.warp - CONSUMERS
+        producer = m.warp - CONSUMERS
+        self.ring = producer % RINGS
+        m.if_(producer < RINGS, lambda: self.walk(self.gate_up_weights, self.down_weights))
+        m.if_(producer >= RINGS, lambda: self.walk(self.gate_up_rows, self.down_rows))
+
+    def walk(self, gate_up: Callable[..., None], down: Callable[..., None]) -> None:
+        """Every round of the ring in turn, as soon as its slot is empty."""
+        m, layout = self.m, self.layout
         q = 0
         if "gate_up" in self.phases:
 
             def chunk(block: Value, q: Value) -> Sequence[Value]:
-                blocks, q = self.produce_chunk(block, q)
-                return [block + blocks, q]
+                tile, inside, blocks = self.chunk(block)
+                expert, rows, first = self.tile(tile)
+                fetch = functools.partial(gate_up, expert, rows, first, inside, blocks)
+                self.rounds(fetch, q, layout.gate_rounds)
+                return [block + blocks, q + layout.gate_rounds]
 
             _, q = m.while_(self.before_end, chunk, [self.first_block, 0])
         if "down" in self.phases:
-            self.produce_down(q)
+            _, each = self.down_items()
+            down(q, self.my_down_tiles * each * layout.down_rounds)
 
-    def produce_chunk(self, block: Value, q: Value) -> tuple[Value, Value]:
+    def rounds(self, fetch: Callable[[Value, Value], None], q: Value, count: Value) -> None:
+        """fetch(i, q + i) for i < count."""
+        m = self.m
+
+        def round_(i: Value) -> Sequence[Value]:
+            self.rings.wait_empty(m, self.ring, q + i)
+            fetch(i, q + i)
+            return ()
+
+        m.for_(0, count, round_)
+
+    def gate_up_unit(self, i: Value) -> Value:
+        """First of the k_warps units of 128 inputs of the ring's i-th round."""
+        return i * self.shape.k_slices + self.ring * self.layout.k_warps
+
+    def gate_up_weights(
+        self,
+        expert: Value,
+        rows: Value,
+        first: Value,
+        inside: Value,
+        blocks: Value,
+        i: Value,
+        q: Value,
+    ) -> None:
         m, shape, layout = self.m, self.shape, self.layout
-        tile, inside, blocks = self.chunk(block)
-        expert, rows, first = self.tile(tile)
-        expert = self.first_expert + expert
-        held, row = m.lane < rows, self.pair_row(first, rows)
-        source = row * (shape.padded_hidden * 2)
-        unit_bytes, row_bytes = blocks * UNIT_BYTES, layout.k_warps * UNIT_INPUTS * 2
+        slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
+        unit_bytes = blocks * UNIT_BYTES
+        num_bytes = layout.k_warps * (unit_bytes + rows * (UNIT_INPUTS * 2))
+        m.mbarrier_expect(full, num_bytes, m.lane == 0)
+        line = (self.first_expert + expert) * shape.hidden_units + self.gate_up_unit(i)
+        line = m.wide(line) * shape.gate_blocks + inside
+        for j in range(layout.k_warps):
+            m.copy(
+                slot + j * (layout.chunk_blocks * UNIT_BYTES),
+                "gate_up",
+                (line + j * shape.gate_blocks) * UNIT_BYTES,
+                unit_bytes,
+                full,
+                m.lane == 0,
+                stream=layout.tiling.stream,
+            )
 
-        def round_(i: Value, q: Value) -> Sequence[Value]:
-            slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
-            self.rings.wait_empty(m, self.ring, q)
-            num_bytes = unit_bytes * layout.k_warps + rows * row_bytes
-            m.mbarrier_expect(full, num_bytes, m.lane == 0)
-            m.sync_warp()
-            unit = i * shape.k_slices + self.ring * layout.k_warps
-            line = m.wide(expert * shape.hidden_units + unit) * shape.gate_blocks + inside
-            for j in range(layout.k_warps):
-                m.copy(
-                    slot + j * (layout.chunk_blocks * UNIT_BYTES),
-                    "gate_up",
-                    (line + j * shape.gate_blocks) * UNIT_BYTES,
-                    unit_bytes,
-                    full,
-                    m.lane == j,
-                    stream=layout.tiling.stream,
-                )
-            target = slot + layout.gate_weight_bytes + m.lane * layout.gate_row_stride
-            m.copy(target, "x", source + unit * (UNIT_INPUTS * 2), row_bytes, full, held)
-            return [q + 1]
-
-        (q,) = m.for_(0, layout.gate_rounds, round_, [q])
-        return blocks, q
+    def gate_up_rows(
+        self,
+        expert: Value,
+        rows: Value,
+        first: Value,
+        inside: Value,
+        blocks: Value,
+        i: Value,
+        q: Value,
+    ) -> None:
+        """A lane copies its row of x."""
+        m, shape, layout = self.m, self.shape, self.layout
+        slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
+        column = self.gate_up_unit(i) * UNIT_INPUTS
+        m.copy(
+            slot + layout.gate_weight_bytes + m.lane * layout.gate_row_stride,
+            "x",
+            (self.pair_row(first, rows) * shape.padded_hidden + column) * 2,
+            layout.k_warps * UNIT_INPUTS * 2,
+            full,
+            m.lane < rows,
+        )
 
     def pair_row(self, first: Value, rows: Value) -> Value:
         """Row of x of the lane's pair of a tile."""
@@ -521,37 +572,32 @@ class _Kernel:
         expert, rows, first = self.tile(m.select(exists, tile, 0))
         return expert, m.select(exists, rows, 0), first
 
-    def produce_down(self, q: Value) -> None:
-        m, shape, layout = self.m, self.shape, self.layout
+    def down_position(self, i: Value) -> tuple[Value, Value, Value]:
+        """(which 64 outputs, first tile, which part of F) of the ring's i-th slot."""
+        layout = self.layout
         _, each = self.down_items()
-        count = self.my_down_tiles * each * layout.down_rounds
-        row_bytes = layout.tiling.down_units * UNIT_INPUTS * 2
+        item, part = i // layout.down_rounds, i % layout.down_rounds
+        outputs = self.m.cta + item // each * self.num_blocks
+        return outputs, (item % each * RINGS + self.ring) * layout.tiling.down_tiles, part
+
+    def down_weights(self, q: Value, count: Value) -> None:
+        m, shape, layout = self.m, self.shape, self.layout
         per_item = layout.tiling.down_tiles
-        rows_base = per_item * layout.down_weight_bytes
 
-        def position(i: Value) -> tuple[Value, Value, Value]:
-            """(which 64 outputs, first tile, first unit) of the ring's i-th slot."""
-            item, part = i // layout.down_rounds, i % layout.down_rounds
-            outputs = m.cta + item // each * self.num_blocks
-            tile = (item % each * RINGS + self.ring) * per_item
-            return outputs, tile, part * layout.tiling.down_units
-
-        def weights(i: Value) -> Sequence[Value]:
-            outputs, first_tile, unit = position(i)
+        def fetch(i: Value, q: Value) -> None:
+            outputs, first_tile, part = self.down_position(i)
             tiles = [self.down_tile(first_tile + b) for b in range(per_item)]
-            full = self.rings.full(self.ring, q + i)
-            self.rings.wait_empty(m, self.ring, q + i)
+            slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
             num_bytes = sum(
-                m.select(rows > 0, layout.down_weight_bytes + rows * row_bytes, 0)
+                m.select(rows > 0, layout.down_weight_bytes + rows * layout.down_row_stride, 0)
                 for _, rows, _ in tiles
             )
             m.mbarrier_expect(full, num_bytes, m.lane == 0)
-            m.sync_warp()
             for b, (expert, rows, _) in enumerate(tiles):
                 line = (self.first_expert + expert) * shape.down_tiles + outputs
-                line = m.wide(line) * shape.width_units + unit
+                line = m.wide(line) * shape.width_units + part * layout.tiling.down_units
                 m.copy(
-                    self.rings.slot(self.ring, q + i) + b * layout.down_weight_bytes,
+                    slot + b * layout.down_weight_bytes,
                     "down",
                     line * (DOWN_BLOCKS * UNIT_BYTES),
                     layout.down_weight_bytes,
@@ -559,38 +605,33 @@ class _Kernel:
                     (m.lane == 0) & (rows > 0),
                     stream=layout.tiling.stream,
                 )
-            return ()
 
-        def hidden(i: Value) -> Sequence[Value]:
-            """A lane copies a row: lane tile_rows * tile + row."""
-            _, first_tile, unit = position(i)
-            slot, full = self.rings.slot(self.ring, q + i), self.rings.full(self.ring, q + i)
-            source, held = 0, m.lane < 0
+        # The ring fills with weights before the hidden rows exist.
+        self.rounds(fetch, q, count)
+
+    def down_rows(self, q: Value, count: Value) -> None:
+        m, shape, layout = self.m, self.shape, self.layout
+        per_item = layout.tiling.down_tiles
+
+        def fetch(i: Value, q: Value) -> None:
+            _, first_tile, part = self.down_position(i)
+            slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
             for b in range(per_item):
                 _, rows, first = self.down_tile(first_tile + b)
-                row = m.lane - b * layout.tile_rows
-                mine = (row >= 0) & (row < rows)
-                source = m.select(mine, first + row, source)
-                held = held | mine
-            place = (
-                m.lane // layout.tile_rows * layout.held_rows + m.lane % layout.tile_rows
-            ) * layout.down_row_stride
-            offset = source * (shape.padded_width * 2) + unit * (UNIT_INPUTS * 2)
-            m.copy(slot + rows_base + place, "hidden", offset, row_bytes, full, held)
-            return ()
+                rows_base = per_item * layout.down_weight_bytes
+                m.copy(
+                    slot + rows_base + b * layout.held_rows * layout.down_row_stride,
+                    "hidden",
+                    (part * shape.pairs + first) * layout.down_row_stride,
+                    rows * layout.down_row_stride,
+                    full,
+                    (m.lane == 0) & (rows > 0),
+                )
 
-        def both(i: Value) -> Sequence[Value]:
-            weights(i)
-            return hidden(i)
-
-        # The rings fill with weights before the hidden rows exist.
-        ahead = m.minimum(count, layout.tiling.slots)
-        m.for_(0, ahead, weights)
         if "gate_up" in self.phases:
             m.wait_reached("counter", 0, self.goal)
             m.fence_async("global")  # the rows were written as ordinary stores
-        m.for_(0, ahead, hidden)
-        m.for_(ahead, count, both)
+        self.rounds(fetch, q, count)
 
     # Consumers: two warpgroups.
 
@@ -738,6 +779,7 @@ class _Kernel:
     ) -> None:
         """Adds the slices of K in order and writes silu(gate) * up of 8 rows; all warps share."""
         m, shape, layout = self.m, self.shape, self.layout
+        columns = layout.tiling.down_units * UNIT_INPUTS
 
         def block_(block: Value) -> None:
             total: list[Value] = []
@@ -749,10 +791,12 @@ class _Kernel:
                         [m.add(a, b) for a, b in zip(total, part, strict=True)] if total else part
                     )
             output = (inside + block) * GATE_ROWS + self.g
+            part, inner = output // columns, output % columns
             for column in range(2):
                 row = instruction * COLUMNS + self.t * 2 + column
                 value = m.mul(m.silu(total[column]), total[column + 2])
-                offset = (first + row) * (shape.padded_width * 2) + output * 2
+                pair = part * shape.pairs + first + row
+                offset = pair * layout.down_row_stride + inner * 2
                 m.store_bf16("hidden", offset, value, row < rows)
 
         for i in range(-(-count * layout.m_warps // CONSUMERS)):
