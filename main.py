@@ -92,6 +92,13 @@ group(
         None,
         "bfloat16 or float32; by default bfloat16 on a GPU, float32 on a CPU.",
     ),
+    (
+        choice("auto", "reference", "mosaic"),
+        "kernels",
+        "auto",
+        "What experts and attention run on. mosaic: the Pallas kernels for NVIDIA GPUs; reference: "
+        "plain JAX; auto: mosaic where it serves the GPU, the sizes and the dtype.",
+    ),
     (number, "max_model_len", None, "Longest context; by default the model's, or what fits."),
     (number, "max_num_seqs", None, "Sequences that run at a time; by default up to 8."),
     (number, "page_size", 64, "Tokens in a cache page."),

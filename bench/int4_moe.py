@@ -350,6 +350,7 @@ class Child:
             experts=spec.experts,
             hidden=spec.hidden,
             width=spec.width,
+            routed_over=spec.routed_over,
         )
 
     def single(self, spec: specs.Spec, rows: int) -> Any:
@@ -377,7 +378,7 @@ class Child:
         return self.jax.jit(run)
 
     def compiled(self, spec: specs.Spec, rows: int, tiling: Any, fused: bool, calls: int) -> Any:
-        key = ("compiled", spec.experts, spec.width, rows, tiling, fused, calls)
+        key = ("compiled", spec.experts, spec.width, spec.routed_over, rows, tiling, fused, calls)
         if key not in self.cache:
             layers = self.weights(spec)[: min(calls, 2)]
             x, shares = self.inputs(spec, rows)
@@ -608,7 +609,8 @@ class Child:
             mark = "  (the rule's)" if tiling == rule else ""
             print(f"   {spec.name} M={rows}: {us:.1f} us {tiling}{mark}", flush=True)
         best = found[0][1]
-        key = (rows, spec.experts, spec.hidden, spec.width)
+        over = spec.routed_over or spec.experts
+        key = (rows, spec.experts, over, spec.hidden, spec.width)
         self.write(best=repr(best), key=key, us_best=found[0][0])
         for entry in list(self.cache):
             if entry[0] == "compiled":

@@ -27,6 +27,11 @@ from kimi_jax.engine.plan import MemoryPlan
 from kimi_jax.engine.programs import EngineOptions, Programs
 from kimi_jax.engine.request import Request, check_request
 from kimi_jax.model import weights as target_weights
+from kimi_jax.model.kernels import REFERENCE, Kernels
+from kimi_jax.model.kernels import REQUESTS as KERNEL_REQUESTS
+from kimi_jax.model.kernels import Request as KernelRequest
+from kimi_jax.model.kernels import choose as choose_kernels
+from kimi_jax.model.kernels import prepare as prepare_weights
 from kimi_jax.sampling import SamplingParams
 from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.sharding.mesh import make_layout, resolve
@@ -78,6 +83,7 @@ class Setup:
     options: EngineOptions
     tree_budget: int | None  # None: chosen as it runs
     layout: Layout = SINGLE
+    kernels: Kernels = REFERENCE
 
     @property
     def is_bundled(self) -> bool:
@@ -166,6 +172,7 @@ def set_up(
     tensor_parallel_size: int | None = None,
     ep_size: int | None = None,
     data_parallel_size: int | None = None,
+    kernels: KernelRequest = "auto",
 ) -> Setup:
     """Checks a model's folder and this machine against each other, and reads no weights.
 
@@ -188,10 +195,13 @@ def set_up(
       tensor_parallel_size: devices that share a copy of the model.
       ep_size: how many of them split the experts by number; the rest split them by width.
       data_parallel_size: copies of the model, each with sequences of its own.
+      kernels: "auto" runs experts and attention on the Pallas kernels where these serve the device,
+        the sizes and the dtype; "mosaic" insists on them, "reference" on plain JAX.
 
     Raises:
       ValueError: an unsupported configuration or a damaged folder, by name; a size that cannot be.
       engine.plan.DoesNotFit: with the numbers.
+      NotImplementedError: kernels="mosaic" where they cannot run, with the reason.
     """
     folder = BUNDLED_MODEL if model is None else Path(model).expanduser()
     if load_format not in ("auto", "dummy"):
@@ -222,6 +232,17 @@ def set_up(
     layout = _fit(make_layout(shape), config, draft)
     if memory.platform == "cpu":  # its devices share one memory
         memory = dataclasses.replace(memory, usable=memory.usable // layout.num_devices)
+    if kernels not in KERNEL_REQUESTS:
+        raise ValueError(f"kernels={kernels!r}: expected one of {', '.join(KERNEL_REQUESTS)}")
+    context = layout.group("page_offset").size
+    chosen = choose_kernels(
+        kernels,
+        config,
+        dtype=kind,
+        page_size=page_size // context,
+        max_rows=(top if draft else 0) + 1,
+        layout=layout,
+    )
     plan = planning.make_plan(
         config,
         draft,
@@ -232,6 +253,7 @@ def set_up(
         page_size=page_size,
         tree_budget=top if draft else 0,
         layout=layout,
+        kernels=chosen,
     )
     options = EngineOptions(
         max_num_seqs=plan.max_num_seqs,
@@ -253,6 +275,7 @@ def set_up(
         options=options,
         tree_budget=None if tree_budget == "auto" else tree_budget,
         layout=layout,
+        kernels=chosen,
     )
 
 
@@ -324,14 +347,18 @@ class LLM:
                 "see the README's limits",
                 setup.layout.num_devices,
             )
-        programs = Programs(setup.config, setup.drafter, setup.options, setup.dtype, setup.layout)
+        programs = Programs(
+            setup.config, setup.drafter, setup.options, setup.dtype, setup.layout, setup.kernels
+        )
         plans = setup.plans_for(programs, requests)
         first = plans if patient else plans[:1]
         programs.start(*first)  # compiles while the weights are read
-        place = setup.layout.shardings
+        place, layout = setup.layout.shardings, setup.layout
+        canonical = target_weights.describe(setup.config, setup.dtype)
         weights = self._weights(
-            setup.checkpoint, target_weights, setup.config, place(programs.specs.weights), progress
+            setup.checkpoint, target_weights, setup.config, place(layout.specs(canonical)), progress
         )
+        weights = prepare_weights(weights, canonical, setup.kernels, layout)
         drafter = None
         if setup.drafter is None:
             logging.info("no drafter: plain decoding, one token a step")

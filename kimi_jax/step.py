@@ -28,6 +28,7 @@ from kimi_jax.cache import Cache
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.model import transformer
 from kimi_jax.model import weights as target_weights
+from kimi_jax.model.kernels import REFERENCE, Kernels, as_read
 from kimi_jax.model.rows import Rows
 from kimi_jax.model.transformer import Forward
 from kimi_jax.model.weights import Weights
@@ -50,6 +51,7 @@ class StepPlan:
     sampled: bool = True  # False: every sequence is greedy, and noise and truncation are left out
     num_logprobs: int = 0  # how many of the likeliest tokens are reported beside the emitted one
     layout: Layout = SINGLE  # the devices, and what lies where
+    kernels: Kernels = REFERENCE  # what the target's operations run on
 
     def __post_init__(self) -> None:
         if self.budget and self.drafter is None:
@@ -82,7 +84,8 @@ class Specs:
     def __init__(self, plan: StepPlan):
         layout = plan.layout
         self.slots: Any = layout.spec("slots")
-        self.weights = layout.specs(target_weights.describe(plan.model, jnp.bfloat16))
+        canonical = target_weights.describe(plan.model, jnp.bfloat16)
+        self.weights = layout.specs(as_read(canonical, plan.kernels, layout))
         self.drafter = None
         if plan.drafter:
             self.drafter = layout.specs(drafter_weights.describe(plan.drafter, jnp.bfloat16))
@@ -232,7 +235,7 @@ def forward(
     """The target's verdict on every row of the trees; the cache is only read."""
     rows = tree_rows(tree, state.length, control.page_table)
     return transformer.forward(
-        weights, plan.model, state.cache.latent, rows, plan.taps, plan.layout
+        weights, plan.model, state.cache.latent, rows, plan.taps, plan.layout, plan.kernels
     )
 
 
@@ -421,7 +424,7 @@ def prefill(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layout"), donate_argnames="latent")
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="latent")
 def score(
     weights: Weights,
     latent: jax.Array,
@@ -430,21 +433,20 @@ def score(
     start: jax.Array,
     count: jax.Array,
     *,
-    config: ModelConfig,
-    layout: Layout = SINGLE,
+    plan: StepPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Teacher-forced logits of a chunk, float32 [C, VOCAB], and the pages, chunk written.
 
     Groups along `data` take chunks of their own, as in `prefill`: logits [groups, C, VOCAB] then.
     """
-    plan = StepPlan(model=config, layout=layout)
+    layout = plan.layout
 
     def run(weights, latent, page_row, tokens, start, count):
         page_row, tokens, start, count = plan.own_chunk(page_row, tokens, start, count)
         chunk = transformer.forward_chunk(
-            weights, config, latent, page_row, tokens, start, count, (), layout
+            weights, plan.model, latent, page_row, tokens, start, count, (), layout
         )
-        logits = transformer.unembed(weights, config, chunk.hidden)
+        logits = transformer.unembed(weights, plan.model, chunk.hidden)
         return (logits if layout.data_size == 1 else logits[None]), chunk.latent
 
     ins = Specs(plan)

@@ -261,7 +261,7 @@ def test_teacher_forced_scoring():
         tokens = jnp.asarray(token_ids[start : start + 50])
         part, latent = step.score(
             *(weights, latent, page_rows(1)[0], tokens, jnp.int32(start), jnp.int32(50)),
-            config=config,
+            plan=step.StepPlan(model=config),
         )
         logits.append(part)
     np.testing.assert_allclose(np.concatenate(logits), golden()["logits"], rtol=0, atol=ATOL)

@@ -132,7 +132,7 @@ def test_greedy_text_is_the_argmax_of_a_teacher_forced_pass():
             jnp.asarray(np.pad(tokens, (0, 64 - len(tokens)))),
             0,
             len(tokens),
-            config=TARGET,
+            plan=step.StepPlan(model=TARGET),
         )
         expected = np.argmax(logits[len(prompt) - 1 : len(tokens) - 1], axis=-1)
         assert expected.tolist() == text, f"slot {slot}"
@@ -244,7 +244,7 @@ def test_logprobs_are_those_of_a_teacher_forced_pass():
         jnp.asarray(np.pad(tokens, (0, 64 - len(tokens)))),
         0,
         len(tokens),
-        config=TARGET,
+        plan=step.StepPlan(model=TARGET),
     )
     expected = jax.nn.log_softmax(logits)[len(prompt) - 1 : len(tokens) - 1]
     np.testing.assert_allclose(

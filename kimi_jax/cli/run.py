@@ -19,7 +19,6 @@ from kimi_jax import profiling
 from kimi_jax.cli import prompts, report
 from kimi_jax.cli import speculation as speculating
 from kimi_jax.cli.prompts import Job
-from kimi_jax.engine import plan as planning
 from kimi_jax.engine import tuning
 from kimi_jax.engine.outputs import Output
 from kimi_jax.engine.programs import COMPILE_THREAD
@@ -177,6 +176,7 @@ def run(flags: Any) -> int:
         tensor_parallel_size=flags.tensor_parallel_size,
         ep_size=expert_parallel_size(flags),
         data_parallel_size=flags.data_parallel_size,
+        kernels=flags.kernels,
         **speculation,
     )
     if flags.dry_run:
@@ -242,13 +242,12 @@ def sampling_of(flags: Any, setup: Setup) -> dict[str, Any]:
 
 def describe(setup: Setup) -> str:
     """The memory plan and what runs each op, for --dry_run."""
-    ops = ", ".join(f"{name}: {how}" for name, how in planning.op_implementations().items())
     layers, experts = setup.config.num_hidden_layers, setup.config.n_routed_experts
     return "\n".join(
         [
             f"{'model':<10} {setup.folder} ({layers} layers, {experts} experts, {setup.dtype})",
             *setup.plan.lines(),
-            f"{'ops':<10} {ops}",
+            f"{'ops':<10} {setup.kernels}",
         ]
     )
 
@@ -273,7 +272,6 @@ def load(setup: Setup, requests: Sequence[Request]) -> LLM:
     started = time.perf_counter()
     long = setup.checkpoint is not None and setup.checkpoint.bytes_used > LONG_READ
     llm = LLM.from_setup(setup, requests=requests, progress=long, patient=False)
-    ops = planning.op_implementations()
     logging.info(
         "%s in %s, ready after %.1f s; %d programs built, %d of them from the cache; %s",
         setup.folder.name,
@@ -281,7 +279,7 @@ def load(setup: Setup, requests: Sequence[Request]) -> LLM:
         time.perf_counter() - started,
         llm.engine.compilations,
         llm.engine.programs.counter.from_cache,
-        ", ".join(f"{name}: {how}" for name, how in ops.items()),
+        setup.kernels,
     )
     return llm
 

@@ -1,20 +1,17 @@
 """What fits: weights, cache and workspace against a device's memory, before anything is loaded."""
 
 import dataclasses
-import importlib
-import importlib.util
 import os
-import pkgutil
 
 import jax
 from jax.typing import DTypeLike
 
 from kimi_jax import cache
-from kimi_jax import pallas as kernels
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine.programs import EngineOptions
 from kimi_jax.engine.slots import SCRATCH_PAGE, pages_for
 from kimi_jax.model import weights as target_weights
+from kimi_jax.model.kernels import REFERENCE, Kernels, as_read
 from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.speculation import weights as drafter_weights
 
@@ -179,6 +176,7 @@ def make_plan(
     prefill_chunk: int = EngineOptions.prefill_chunk,
     tree_budget: int = 0,
     layout: Layout = SINGLE,
+    kernels: Kernels = REFERENCE,
 ) -> MemoryPlan:
     """The sizes that fit, per device of the layout.
 
@@ -212,7 +210,8 @@ def make_plan(
     groups = layout.data_size
     own_seqs = -(-max_num_seqs // groups)
     max_num_seqs = own_seqs * groups
-    target = layout.device_bytes(target_weights.describe(config, dtype))
+    canonical = target_weights.describe(config, dtype)
+    target = layout.device_bytes(as_read(canonical, kernels, layout))
     draft = layout.device_bytes(drafter_weights.describe(drafter, dtype)) if drafter else 0
     # As of one device with all heads and the whole vocabulary: an upper bound.
     work = workspace_bytes(
@@ -263,14 +262,3 @@ def make_plan(
         devices=layout.num_devices,
         groups=groups,
     )
-
-
-def op_implementations() -> dict[str, str]:
-    """Which implementation each op with a kernel package uses here, by the op's name."""
-    names = [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.ispkg]
-    apis = {name: f"{kernels.__name__}.{name}.api" for name in names}
-    return {
-        name: importlib.import_module(api).choose()
-        for name, api in apis.items()
-        if importlib.util.find_spec(api)  # not what kernels share among themselves
-    }

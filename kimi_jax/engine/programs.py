@@ -17,7 +17,9 @@ from kimi_jax import cache, step
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine.compiling import compile_counter
 from kimi_jax.engine.slots import SlotTable, abstract_array, pages_for, to_device
+from kimi_jax.model import param
 from kimi_jax.model import weights as target_weights
+from kimi_jax.model.kernels import REFERENCE, Kernels, as_read
 from kimi_jax.sharding.layout import SINGLE, Layout
 from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.step import State, StepPlan
@@ -72,6 +74,7 @@ class Programs:
         options: EngineOptions,
         dtype: DTypeLike,
         layout: Layout = SINGLE,
+        kernels: Kernels = REFERENCE,
     ):
         """Raises ValueError by name if sizes do not divide over the layout's devices."""
         self.model = model
@@ -79,6 +82,7 @@ class Programs:
         self.options = options
         self.dtype = dtype
         self.layout = layout
+        self.kernels = kernels
         for name in ("max_num_seqs", "num_pages"):
             if getattr(options, name) % layout.data_size:
                 raise ValueError(
@@ -98,6 +102,7 @@ class Programs:
             sampled=sampled,
             num_logprobs=num_logprobs,
             layout=self.layout,
+            kernels=self.kernels,
         )
 
     def start(self, *plans: StepPlan) -> None:
@@ -196,8 +201,7 @@ class Programs:
         logging.info("compiling scoring, %d tokens a call", self.options.prefill_chunk)
         return step.score.lower(
             *(self._weights()[0], self._state().cache.latent, *self._chunk()),
-            config=self.model,
-            layout=self.layout,
+            plan=self.plan(),
         ).compile()
 
     def _chunk(self) -> tuple[Any, ...]:
@@ -227,8 +231,10 @@ class Programs:
 
     def _weights(self):
         drafter = drafter_weights.abstract(self.drafter, self.dtype) if self.drafter else None
+        canonical = target_weights.describe(self.model, self.dtype)
+        target = param.abstract(as_read(canonical, self.kernels, self.layout))
         return (
-            self._placed(target_weights.abstract(self.model, self.dtype), self.specs.weights),
+            self._placed(target, self.specs.weights),
             self._placed(drafter, self.specs.drafter),
         )
 

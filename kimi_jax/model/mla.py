@@ -55,7 +55,7 @@ def step_attention(
     layer: jax.Array | int,
     *,
     context: Group = ALONE,
-    implementation: tree_mla.Implementation = "auto",
+    implementation: tree_mla.Implementation = "reference",
 ) -> tuple[jax.Array, jax.Array]:
     """Absorbed form: x [M, D] normed -> (output [M, D] float32, the rows' own latents [M, R + PE]).
 

@@ -44,7 +44,6 @@ def moe(
     live: jax.Array,
     *,
     layout: Layout = SINGLE,
-    implementation: int4_moe.Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Routed sum + shared expert: x [M, D] normed -> (float32 [M, D], expert ids int32 [M, K]).
 
@@ -60,6 +59,6 @@ def moe(
         ),
         travel.gather(shares, axis=0),
         weights.experts,
-        implementation=implementation,
+        routed_over=config.n_routed_experts,
     )
     return travel.sum_parts(routed, axis=0) + dense_mlp(weights.shared, x), ids

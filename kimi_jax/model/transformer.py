@@ -11,6 +11,7 @@ from kimi_jax import cache
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import mla, moe, rope
 from kimi_jax.model.embedding import lookup
+from kimi_jax.model.kernels import REFERENCE, Kernels
 from kimi_jax.model.norm import rms_norm
 from kimi_jax.model.rows import Rows
 from kimi_jax.model.weights import DenseMLP, Layer, Weights
@@ -68,7 +69,7 @@ def _mlp(
 
 
 # The layer is jitted by itself, its number an argument: identical kernels then compile once.
-@functools.partial(jax.jit, static_argnames=("config", "layout"))
+@functools.partial(jax.jit, static_argnames=("config", "layout", "kernels"))
 def _step_layer(
     layer: Layer,
     config: ModelConfig,
@@ -79,12 +80,14 @@ def _step_layer(
     latent: jax.Array,
     index: jax.Array,
     layout: Layout,
+    kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
     with jax.named_scope("attention"):
         out, own = mla.step_attention(
             *(layer.attention, config, normed, cos, sin, rows, latent, index),
             context=layout.group("page_offset"),
+            implementation=kernels.tree_mla,
         )
     x = x + layout.model.sum(out).astype(x.dtype)
     with jax.named_scope("experts"):
@@ -99,12 +102,14 @@ def forward(
     rows: Rows,
     taps: Sequence[int],
     layout: Layout = SINGLE,
+    kernels: Kernels = REFERENCE,
 ) -> Forward:
     """Sends a step's rows through the target; latent [L, pages, P, R + PE] is only read.
 
     taps: 0-based ids of the layers whose outputs are returned (before the final norm).
     layout: where the parts of weights and cache lie; a layer then has two reductions, one behind
     its attention and one behind its experts.
+    kernels: what attention runs on; the experts run on what they were prepared for.
     """
     cos, sin = rotary(config, rows.position)
     x = embed(weights, rows.token, layout)
@@ -112,7 +117,7 @@ def forward(
     for index, layer in enumerate(weights.layers):
         with jax.named_scope(f"layer{index}"):
             x, own, ids = _step_layer(
-                layer, config, x, cos, sin, rows, latent, jnp.int32(index), layout
+                layer, config, x, cos, sin, rows, latent, jnp.int32(index), layout, kernels
             )
         own_rows.append(own)
         if ids is not None:

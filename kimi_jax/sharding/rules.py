@@ -49,6 +49,8 @@ RULES: Rules = {
     "tap": (),
     "draft_head": (),
     "layers": (),
+    "block": (),  # inside a kernel's own order of the experts
+    "unit": (),
     "rows": (),
     "any": (),
 }

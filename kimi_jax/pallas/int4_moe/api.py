@@ -1,21 +1,32 @@
 """Routed experts in INT4 with group scales."""
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kimi_jax.pallas.int4_moe import packed, reference, tuning
 from kimi_jax.pallas.int4_moe.packed import Packed
+from kimi_jax.pallas.int4_moe.packed import shapes as packed_shapes
 from kimi_jax.pallas.int4_moe.program import Shape
 from kimi_jax.pallas.stream import target as targets
 from kimi_jax.pallas.stream.target import Target
 
-Implementation = Literal["auto", "reference", "mosaic"]
+__all__ = [
+    "Canonical",
+    "Implementation",
+    "Packed",
+    "check",
+    "choose",
+    "describe",
+    "num_experts",
+    "pack",
+    "packed_shapes",
+    "routed_experts",
+]
 
-AUTO_USES_MOSAIC = False
-"""Whether "auto" means "mosaic" on a GPU that the kernel serves. Turned on once the kernel has been
-measured there against the reference (`bench/int4_moe.py`); until then "mosaic" is asked for."""
+Implementation = Literal["auto", "reference", "mosaic"]
 
 
 class Canonical(Protocol):
@@ -36,9 +47,18 @@ class Canonical(Protocol):
     def down_scales(self) -> jax.Array: ...
 
 
-def choose(implementation: Implementation = "auto", *, target: Target | None = None) -> str:
+def choose(
+    implementation: Implementation = "auto",
+    *,
+    experts: int = 1,
+    hidden: int = reference.GROUP,
+    width: int = reference.GROUP,
+    dtype: DTypeLike = jnp.bfloat16,
+    target: Target | None = None,
+) -> Literal["reference", "mosaic"]:
     """The implementation that will run: "reference" or "mosaic".
 
+    "auto" is "mosaic" on a GPU that the kernel serves, for sizes and rows (dtype) that it serves.
     target: the GPU to compile for; None for this process's own. Raises NotImplementedError, naming
     the reason, if it can't serve an implementation asked for: nothing falls back in silence.
     """
@@ -46,43 +66,36 @@ def choose(implementation: Implementation = "auto", *, target: Target | None = N
         return "reference"
     if implementation == "mosaic":
         _ = target or _own_target()
+        check(experts, hidden, width)
+        _check_dtype(dtype)
         return "mosaic"
     if implementation != "auto":
         raise NotImplementedError(
             f"int4_moe: implementation={implementation!r} does not exist; use 'auto', 'reference'"
             " or 'mosaic'"
         )
-    if AUTO_USES_MOSAIC:
-        try:
-            return choose("mosaic", target=target)
-        except NotImplementedError:
-            pass  # no GPU that it serves: the choice is the reference
-    return "reference"
-
-
-def prepare[C: Canonical](
-    experts: C, *, implementation: Implementation = "auto", target: Target | None = None
-) -> C | Packed:
-    """The weights of one layer as the chosen implementation reads them; once, at load.
-
-    The reference takes them as they are; "mosaic" has an order of its own (`stream.packing`), made
-    on the device from the canonical arrays, which may then be dropped. A device's part of the
-    experts, or of their width, is prepared where it lives. Raises NotImplementedError as `choose`
-    does, and for shapes that the kernel can't serve.
-    """
-    if choose(implementation, target=target) == "reference":
-        return experts
-    check(
-        experts.gate_up_codes.shape[0], experts.down_codes.shape[1], 2 * experts.down_codes.shape[2]
-    )
-    return pack(experts)
+    sizes: dict[str, Any] = dict(experts=experts, hidden=hidden, width=width)
+    try:
+        return choose("mosaic", **sizes, dtype=dtype, target=target)
+    except NotImplementedError:
+        return "reference"
 
 
 def pack(experts: Canonical) -> Packed:
-    """The kernel's order of one layer's experts, bit for bit; `packed.unpack` is the inverse."""
+    """The kernel's order (`stream.packing`) of one layer's experts, made on the device where they
+    are, bit for bit; `packed.unpack` is the inverse. A device's part of the experts, or of their
+    width, is packed where it lives."""
     return packed.pack(
         experts.gate_up_codes, experts.gate_up_scales, experts.down_codes, experts.down_scales
     )
+
+
+def _check_dtype(dtype: DTypeLike) -> None:
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"int4_moe: rows of {jnp.dtype(dtype)}; the kernel multiplies bfloat16, other types are"
+            " for the reference"
+        )
 
 
 def check(experts: int, hidden: int, width: int) -> None:
@@ -108,6 +121,7 @@ def routed_experts(
     experts: Canonical | Packed,
     *,
     layer: int | jax.Array | None = None,
+    routed_over: int | None = None,
     implementation: Implementation = "auto",
     target: Target | None = None,
 ) -> jax.Array:
@@ -118,22 +132,24 @@ def routed_experts(
       ids: int32 [M, K] local expert ids, those of a row distinct; an id outside [0, E) is not
         routed and costs nothing.
       weights: float32 [M, K], `routed_scaling_factor` included (see `model.moe.route`).
-      experts: as `prepare` returns them.
+      experts: as published, or in the kernel's order (`pack`).
       layer: index into experts that are a stack of layers (a leading axis); None: one layer.
-      implementation: "auto" takes what the experts were prepared for.
+      routed_over: experts of all devices that the ids were chosen among, so that the kernel knows
+        how many to expect here; None: all are here.
+      implementation: "auto" takes what the experts are ordered for.
 
     Returns:
       float32 [M, D]. From the kernel, a row's result is bit-equal whatever the other rows are.
 
     Raises:
-      ValueError: experts prepared for another implementation than the one asked for.
+      ValueError: experts ordered for another implementation than the one asked for.
       NotImplementedError: what the kernel can't serve, named.
     """
     if not isinstance(experts, Packed):
         if implementation == "mosaic":
             raise ValueError(
-                "int4_moe: implementation='mosaic' needs experts in the kernel's order: call"
-                " prepare(experts, implementation='mosaic') once, at load"
+                "int4_moe: implementation='mosaic' needs experts in the kernel's order: call pack once,"
+                " at load"
             )
         choose(implementation, target=target)
         if layer is not None:
@@ -154,11 +170,7 @@ def routed_experts(
             "int4_moe: implementation='reference' needs canonical experts, got packed ones; keep"
             " them as loaded, or undo it with packed.unpack"
         )
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            f"int4_moe: rows of {x.dtype}; the kernel multiplies bfloat16, other types are for the"
-            " reference"
-        )
+    _check_dtype(x.dtype)
     if (experts.gate_up.ndim == 5) != (layer is not None):
         raise ValueError(
             f"int4_moe: layer={layer} with weights of shape {experts.gate_up.shape}: a stack of"
@@ -168,7 +180,13 @@ def routed_experts(
     from kimi_jax.pallas.int4_moe import kernel
 
     return kernel.routed_experts(
-        x, ids, weights, experts, target=target or _own_target(), layer=layer
+        x,
+        ids,
+        weights,
+        experts,
+        target=target or _own_target(),
+        layer=layer,
+        routed_over=routed_over,
     )
 
 

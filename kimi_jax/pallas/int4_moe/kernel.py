@@ -32,6 +32,7 @@ def routed_experts(
     *,
     target: Target,
     layer: int | jax.Array | None = None,
+    routed_over: int | None = None,
     tiling: Tiling | None = None,
     fused: bool = True,
     after: jax.Array | None = None,
@@ -52,6 +53,7 @@ def routed_experts(
         experts=packed.num_experts,
         hidden=packed.hidden,
         width=packed.width,
+        routed_over=routed_over,
     )
     x = jnp.pad(x, ((0, 0), (0, shape.padded_hidden - shape.hidden)))
     first = jnp.asarray(0 if layer is None else layer * shape.experts, jnp.int32).reshape(1)

@@ -1,5 +1,7 @@
 """Routed experts in the order in which the kernel streams them."""
 
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,23 @@ import jax.numpy as jnp
 from kimi_jax.pallas.stream import packing
 
 COUNTER_WORDS = 32  # a cache line of its own
+
+
+class Shapes(NamedTuple):
+    """Of the arrays of `Packed`, one layer."""
+
+    gate_up: tuple[int, ...]
+    down: tuple[int, ...]
+    counter: tuple[int, ...]
+
+
+def shapes(*, experts: int, hidden: int, width: int) -> Shapes:
+    """Of what `pack` makes of experts of this size."""
+    hidden = packing.padded(hidden, packing.PAD_HIDDEN)
+    width = packing.padded(width, packing.PAD_WIDTH)
+    gate_up = experts, hidden // packing.UNIT_INPUTS, width // (packing.BLOCK // 2)
+    down = experts, hidden // (4 * packing.BLOCK), width // packing.UNIT_INPUTS, 4
+    return Shapes((*gate_up, packing.UNIT_WORDS), (*down, packing.UNIT_WORDS), (COUNTER_WORDS,))
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -67,13 +67,18 @@ BOTH: tuple[Phase, ...] = ("gate_up", "down")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is computed. rows M, choices K of each, experts E in the arrays, hidden D, width F."""
+    """What is computed. rows M, choices K of each, experts E in the arrays, hidden D, width F.
+
+    routed_over: experts that the choices fall on, of which E are here (None: all); tells a tiling
+    what to expect, and changes no bit.
+    """
 
     rows: int
     choices: int
     experts: int
     hidden: int
     width: int
+    routed_over: int | None = None
 
     def with_rows(self, rows: int) -> "Shape":
         return dataclasses.replace(self, rows=rows)

@@ -14,13 +14,15 @@ ENOUGH_BYTES = 128 * 1024
 CHUNKS = 1.8
 DOWN_UNITS = 4
 
-MEASURED: dict[str, dict[tuple[int, int, int, int], Tiling]] = {}
-"""Per target name: (rows, experts, hidden, width) -> tiling; `python3 -m bench.int4_moe --tune`."""
+MEASURED: dict[str, dict[tuple[int, int, int, int, int], Tiling]] = {}
+"""Per target name: (rows, experts, routed over, hidden, width) -> tiling, as found by
+`python3 -m bench.int4_moe --tune`."""
 
 
 def choose(shape: Shape, target: Target) -> Tiling:
     """The tiling for `shape` on `target`; NotImplementedError if none fits its shared memory."""
-    key = shape.rows, shape.experts, shape.hidden, shape.width
+    over = shape.routed_over or shape.experts
+    key = shape.rows, shape.experts, over, shape.hidden, shape.width
     return MEASURED.get(target.name, {}).get(key) or by_rule(shape, target)
 
 
@@ -33,7 +35,7 @@ def by_rule(shape: Shape, target: Target) -> Tiling:
     bytes of weights in flight. Smaller tiles where shared memory does not hold two slots a ring.
     """
     experts = expected_experts(shape)
-    mean = shape.pairs / experts
+    mean = expected_pairs(shape) / experts
     likely = mean + 1.5 * math.sqrt(mean)
     tile_rows = next((n for n in (8, 16) if min(likely, shape.rows) <= n), 32)
     share = experts * shape.gate_blocks / target.num_cores
@@ -53,7 +55,12 @@ def by_rule(shape: Shape, target: Target) -> Tiling:
 
 def expected_experts(shape: Shape) -> float:
     """Experts that at least one pair chose, for even choices."""
-    return shape.experts * (1 - (1 - 1 / shape.experts) ** shape.pairs)
+    return shape.experts * (1 - (1 - 1 / (shape.routed_over or shape.experts)) ** shape.pairs)
+
+
+def expected_pairs(shape: Shape) -> float:
+    """Pairs whose expert is here."""
+    return shape.pairs * shape.experts / (shape.routed_over or shape.experts)
 
 
 def candidates(

@@ -26,7 +26,7 @@ def choose(
     page_size: int | None = None,
     max_rows: int | None = None,
     dtype: DTypeLike | None = None,
-) -> str:
+) -> Literal["reference", "mosaic"]:
     """The implementation that will run on the default device: "reference" or "mosaic".
 
     'auto' is the reference on a CPU. On a GPU it is the kernel, if MOSAIC_BY_DEFAULT, for whatever
@@ -37,7 +37,7 @@ def choose(
     cannot run, naming the device or the value: nothing falls back in silence.
     """
     if implementation == "reference":
-        return implementation
+        return "reference"
     if implementation not in ("auto", "mosaic"):
         raise NotImplementedError(
             f"tree_mla: implementation={implementation!r} does not exist; use 'auto', 'reference' "
