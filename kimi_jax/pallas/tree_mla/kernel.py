@@ -6,7 +6,8 @@ dimension, in steps of 8: one row of 8 heads costs what it is, and 9 rows are 72
 
 A block is one warpgroup for copies, one for scores, and one or two for the values, each with its
 part of the latent columns. A tile of 64 tokens is copied once into shared memory and read twice,
-as keys and as values. While the values of a tile are added up, the scores of the next are made.
+as keys and as values. While the values of a tile are added up, the scores of the next are made. A
+tile comes and goes in chunks of columns: two whole tiles do not fit beside many queries.
 
 - Copies: the queries of a unit, then its tiles, into rings of buffers (`slots`).
 - Scores: S = K Q^T; masks; P = exp2(S - top), to shared memory in bfloat16. `top` is a whole number
@@ -57,6 +58,9 @@ class _Unit(NamedTuple):
     first_tile: jax.Array
     tiles: jax.Array
     new_queries: jax.Array
+    slot: jax.Array
+    seen_low: jax.Array
+    seen_high: jax.Array
     pages: tuple[jax.Array, ...]
 
 
@@ -74,7 +78,7 @@ class _Refs(NamedTuple):
     total: Any
     q_latent: Any  # [1, queries, R]
     q_rope: Any  # [1, queries, PE]
-    kv: Any  # [slots, TILE, columns]
+    kv: Any  # [slots, TILE, columns]: chunks
     k_rope: Any  # [rope_slots, TILE, PE]
     probs: Any  # [prob_slots, queries, TILE]
     rescale: Any  # [prob_slots, queries + 8]: factors; then 1.0 when there is something to rescale
@@ -254,10 +258,10 @@ def _copy(refs: _Refs, plan: Plan, pages: int) -> None:
 
     def copy_tile(source: Any, starts: Sequence[jax.Array], step: jax.Array) -> None:
         """Rows of `source` from each of `starts` on, a piece each."""
-        for part in range(plan.parts):
-            slot = lax.rem(step * plan.parts + part, plan.slots)
+        for chunk in range(plan.chunks):
+            slot = lax.rem(step * plan.chunks + chunk, plan.slots)
             plgpu.barrier_wait(refs.kv_free.at[slot])
-            columns = pl.ds(part * plan.columns, plan.columns)
+            columns = pl.ds(chunk * plan.columns, plan.columns)
             for i, start in enumerate(starts):
                 plgpu.copy_gmem_to_smem(
                     source.at[pl.ds(start, plan.piece), columns],
@@ -384,8 +388,8 @@ def _make_scores(refs: _Refs, plan: Plan, scale: float, interpret: Any) -> None:
         top = plgpu.layout_cast(jnp.full((plan.queries,), NOTHING, jnp.float32), _QUERY)
         total = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _WGMMA)
         step, top, total = lax.fori_loop(0, unit.tiles, tile_scores, (step, top, total))
-        refs.top.at[index][...] = top
-        refs.total.at[index][...] = jnp.sum(total, axis=0)
+        refs.top.at[unit.slot][...] = top
+        refs.total.at[unit.slot][...] = jnp.sum(total, axis=0)
         return step
 
     _each_unit(refs, unit_scores)
@@ -400,12 +404,12 @@ def _score_product(refs: _Refs, plan: Plan, step: jax.Array, interpret: Any) -> 
     only = lax.optimization_barrier(jnp.int32(0))
 
     def operands():
-        for part in range(plan.parts):
-            slot = lax.rem(step * plan.parts + part, plan.slots)
+        for chunk in range(plan.chunks):
+            slot = lax.rem(step * plan.chunks + chunk, plan.slots)
             plgpu.barrier_wait(refs.kv_full.at[slot])
             yield (
                 refs.kv.at[slot],
-                refs.q_latent.at[only, :, pl.ds(part * plan.columns, plan.columns)],
+                refs.q_latent.at[only, :, pl.ds(chunk * plan.columns, plan.columns)],
             )
         slot = lax.rem(step, plan.rope_slots)
         plgpu.barrier_wait(refs.rope_full.at[slot])
@@ -466,10 +470,11 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
         plgpu.barrier_arrive(refs.kv_free.at[slot])
     for slot in range(plan.prob_slots):
         plgpu.barrier_arrive(refs.probs_free.at[slot])
-    # wgmma takes all columns in one go; mma.sync 64 at a time, to hold fewer operands.
+    # wgmma takes all columns of a chunk in one go; mma.sync 64 at a time, to hold fewer operands.
     at_once = plan.columns if plan.tensor_core == "wgmma" else TILE
     layout = plgpu.Layout._WGMMA_ACC_32BIT if plan.tensor_core == "wgmma" else _WGMMA
-    blocks = range(plan.columns // at_once)
+    blocks = plan.columns // at_once
+    chunks = [part + c for c in range(0, plan.chunks, plan.parts)]  # mine
 
     def unit_values(index: jax.Array, unit: _Unit, _: Any, step: jax.Array) -> jax.Array:
         def tile_values(i: jax.Array, carry: Any) -> Any:
@@ -486,41 +491,44 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
                 return [x * _spread(factor, x.shape, layout) for x in sums]
 
             sums = lax.cond(refs.rescale[slot, plan.queries] > 0, rescaled, lambda: sums)
-
-            slots = [lax.rem(step * plan.parts + p, plan.slots) for p in range(plan.parts)]
-            for kv_slot in slots:  # a barrier's phases are counted: none may be left out
-                plgpu.barrier_wait(refs.kv_full.at[kv_slot])
-            mine = lax.rem(step * plan.parts + part, plan.slots)
-
             start, stop = _real(unit, unit.first_tile + i)
+            in_context = unit.first_tile + i < _context_tiles(unit)
+            for c, chunk in enumerate(chunks):
+                mine = lax.rem(step * plan.chunks + chunk, plan.slots)
+                plgpu.barrier_wait(refs.kv_full.at[mine])
+                for other in range(1, plan.parts):
+                    # A barrier's phases are counted: none may be left out.
+                    theirs = c * plan.parts + lax.rem(part + other, plan.parts)
+                    theirs = lax.rem(step * plan.chunks + theirs, plan.slots)
+                    plgpu.barrier_wait(refs.kv_full.at[theirs])
+                    plgpu.barrier_arrive(refs.kv_free.at[theirs])
 
-            @pl.when((start > 0) | (stop < TILE))
-            def _():
-                _clear(refs.kv.at[mine], start, stop)
-                plgpu.commit_smem()
+                @pl.when((stop < TILE) | jnp.logical_not(in_context))
+                def _(mine: jax.Array = mine) -> None:
+                    _clear(refs.kv.at[mine], unit, in_context, start, stop)
+                    plgpu.commit_smem()
 
-            sums = [
-                _add_product(
-                    plan,
-                    sums[b],
-                    refs.kv.at[mine, :, pl.ds(b * at_once, at_once)].T,
-                    refs.probs.at[slot].T,
-                    interpret,
-                )
-                for b in blocks
-            ]
-            for kv_slot in slots:
-                plgpu.barrier_arrive(refs.kv_free.at[kv_slot])
+                for b in range(blocks):
+                    sums[c * blocks + b] = _add_product(
+                        plan,
+                        sums[c * blocks + b],
+                        refs.kv.at[mine, :, pl.ds(b * at_once, at_once)].T,
+                        refs.probs.at[slot].T,
+                        interpret,
+                    )
+                plgpu.barrier_arrive(refs.kv_free.at[mine])
             plgpu.barrier_arrive(refs.probs_free.at[slot])
             return step + 1, *sums
 
         zero = plgpu.layout_cast(jnp.zeros((at_once, plan.queries), jnp.float32), layout)
-        step, *sums = lax.fori_loop(0, unit.tiles, tile_values, (step, *[zero for _ in blocks]))
-        for b in blocks:
-            columns = pl.ds(part * plan.columns + b * at_once, at_once)
-            refs.out.at[index, :, columns].T[...] = plgpu.layout_cast(
-                sums[b], plgpu.Layout._WGMMA_ACC_32BIT
-            )
+        zeros = [zero] * (len(chunks) * blocks)
+        step, *sums = lax.fori_loop(0, unit.tiles, tile_values, (step, *zeros))
+        for c, chunk in enumerate(chunks):
+            for b in range(blocks):
+                columns = pl.ds(chunk * plan.columns + b * at_once, at_once)
+                refs.out.at[unit.slot, :, columns].T[...] = plgpu.layout_cast(
+                    sums[c * blocks + b], plgpu.Layout._WGMMA_ACC_32BIT
+                )
         return step
 
     _each_unit(refs, unit_values)
@@ -535,10 +543,16 @@ def _add_product(plan: Plan, acc: jax.Array, values: Any, probs: Any, interpret:
     return _mma(acc, values, probs, interpret)
 
 
-def _clear(tile: Any, start: jax.Array, stop: jax.Array) -> None:
-    """Zeroes the places outside start..stop: they may hold NaN, and 0 * NaN is NaN."""
+def _clear(
+    tile: Any, unit: _Unit, in_context: jax.Array, start: jax.Array, stop: jax.Array
+) -> None:
+    """Zeroes what nobody sees: it may hold NaN, and 0 * NaN is NaN."""
     place = _iota((TILE, 64), 0)
-    real = (place >= start) & (place < stop)
+    row = place - start
+    word = jnp.where(row < 32, unit.seen_low, unit.seen_high)
+    bit = lax.shift_right_logical(word, row & 31) & 1
+    bit = jnp.where(in_context, 1, bit)
+    real = (place >= start) & (place < stop) & (bit == 1)
     for column in range(0, tile.shape[1], 64):
         part = tile.at[:, pl.ds(column, 64)]
         values = plgpu.load(part, layout=_WGMMA)

@@ -31,9 +31,9 @@ class Plan:
     rank, rope: R and PE, the latent and the rotary columns of a cached row. heads, page_size: H
     and P. queries: rows of attention (tree row x head) that a unit of work handles; context read
     once serves all of them. split: see SPLIT. parts: warpgroups that share the latent columns
-    between them, for the values; a tile arrives in as many parts. slots: parts of tiles that are
-    in shared memory or on their way; rope_slots, prob_slots: the same for the rotary columns and
-    for the probabilities. tensor_core: wgmma (sm_90 only) or mma.sync. num_cores: blocks.
+    between them, for the values. slots: chunks of tiles that are in shared memory or on their way;
+    rope_slots, prob_slots: the same for the rotary columns and for the probabilities. tensor_core:
+    wgmma (sm_90 only) or mma.sync. num_cores: blocks.
     """
 
     rank: int
@@ -56,8 +56,13 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Latent columns of a part."""
-        return self.rank // self.parts
+        """Latent columns of a chunk: what is copied, and given back, together."""
+        return min(self.rank // self.parts, 128)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile; those of a warpgroup are every `parts`-th."""
+        return self.rank // self.columns
 
     @property
     def swizzle(self) -> int:
@@ -128,7 +133,7 @@ def make(
                 queries=queries,
                 split=split,
                 parts=parts,
-                slots=parts,
+                slots=1,
                 rope_slots=1,
                 prob_slots=1,
                 tensor_core=core,
@@ -152,11 +157,12 @@ def _even(rows: int, limit: int) -> int:
 
 def _fill(target: Target, plan: Plan) -> Plan | None:
     """`plan` with as many buffers as shared memory holds; None when not even one of each fits."""
+    plan = dataclasses.replace(plan, slots=plan.chunks)
     if plan.shared_bytes > target.shared_bytes:
         return None
     # In the order of what they hide: the copies' latency, then a turn between the warpgroups.
-    wishes = [("slots", plan.parts * 2), ("rope_slots", 2), ("prob_slots", 2)]
-    wishes += [("slots", plan.parts * 3), ("rope_slots", 3)]
+    wishes = [("slots", plan.chunks * 3 // 2), ("rope_slots", 2), ("prob_slots", 2)]
+    wishes += [("slots", plan.chunks * 2), ("slots", plan.chunks * 3), ("rope_slots", 3)]
     for name, most in wishes:
         while getattr(plan, name) < most:
             larger = dataclasses.replace(plan, **{name: getattr(plan, name) + 1})
