@@ -26,7 +26,8 @@ def mixed() -> specs.Case:
     """All kinds of sequences in one batch, NaN in everything that belongs to nobody."""
     spec = dataclasses.replace(specs.TINY, heads=2)
     lengths = [0, 1, spec.page_size - 1, spec.page_size, spec.page_size + 1, 300]
-    case = specs.make(spec, rows=[1, 9, 33, 5, 0, 17], lengths=lengths, seed=1, gap=1)
+    rows, dead = [1, 9, 33, 5, 0, 17], [1, 3, 0, 0, 0, 1]
+    case = specs.make(spec, rows, lengths, seed=1, gap=1, dead=dead)
     return _with_pages(case, case.latent)
 
 
