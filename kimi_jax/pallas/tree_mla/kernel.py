@@ -28,7 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from kimi_jax.pallas.tree_mla import schedule
 from kimi_jax.pallas.tree_mla.plan import TILE, Plan
@@ -367,8 +371,7 @@ def _make_scores(refs: _Refs, plan: Plan, scale: float, interpret: Any) -> None:
             )
 
             plgpu.barrier_wait(refs.probs_free.at[slot])
-            over = jnp.where(scores > _spread(top + _SLACK, shape), 1.0, 0.0)
-            rises = jnp.max(jnp.max(over, axis=1), axis=0) > 0
+            rises = _any_exceeds(scores, _spread(top, shape), interpret)
 
             def rise() -> tuple[jax.Array, jax.Array]:
                 largest = jnp.max(scores, axis=0)
@@ -428,6 +431,44 @@ def _score_product(refs: _Refs, plan: Plan, step: jax.Array, interpret: Any) -> 
     for keys, queries in operands():
         acc = _mma(acc, keys, queries.T, interpret)
     return acc
+
+
+def _any_exceeds(scores: jax.Array, top: jax.Array, interpret: Any) -> jax.Array:
+    """Whether a score exceeds its `top` by more than _SLACK, anywhere in the tile."""
+    if interpret:
+        return jnp.max(scores - top) > _SLACK
+
+    # A vote of the warpgroup at its own barrier, where a reduction would take two of them and more.
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, _WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_: Any, scores: Any, top: Any) -> Any:
+        over = [
+            arith.subf(s, t) for s, t in zip(scores.registers.flat, top.registers.flat, strict=True)
+        ]
+        most = functools.reduce(arith.maxnumf, over)  # which ignores NaN
+        first, second = (vector.extract(most, [], [i]) for i in range(2))
+        most = arith.maxnumf(first, second)
+        exceeds = arith.cmpf(
+            arith.CmpFPredicate.OGT, most, arith.constant(ir.F32Type.get(), _SLACK)
+        )
+        word = ir.IntegerType.get_signless(32)
+        text = (
+            "{.reg .pred vote; setp.ne.b32 vote, $1, 0; bar.red.or.pred vote, $2, 128, vote;"
+            " selp.b32 $0, 1, 0, vote;}"
+        )
+        found = mosaic.inline_ptx(
+            text,
+            arith.extui(word, exceeds),
+            mosaic.warpgroup_barrier_idx(sync=False),
+            result_types=word,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(scores, top) > 0
 
 
 def _ancestor_words(refs: _Refs, plan: Plan, unit: _Unit) -> tuple[jax.Array, jax.Array]:
