@@ -67,6 +67,7 @@ VARIANTS = (  # cells, and their rows, for which the plan is changed
 )
 CHANGES = (
     {"split": 256},
+    {"split": 256, "sums": "bfloat16"},
     {"split": 1024},
     {"max_queries": 56},
     {"max_queries": 40},
@@ -449,7 +450,7 @@ class Child:
         ))  # fmt: skip
 
         def run(q, latent, *others):
-            out = None
+            out = self.jnp.zeros((*q.shape[:2], cell[0].rank), q.dtype)  # one program, not two
             for i in range(calls):
                 out, _ = attend(
                     q, latent, i % layers, *others, scale=0.08, max_rows=cell[3], after=out

@@ -45,8 +45,8 @@ _QUERY = _WGMMA.reduce(0)  # one value a column: a statistic of a query
 
 
 class Partials(NamedTuple):
-    """By unit: out float32 [U, queries, R], not divided by `total` float32 [U, queries], the sum of
-    the probabilities relative to 2^top, top float32 [U, queries]."""
+    """By unit: out [U, queries, R] in `Plan.sums`, not divided by `total` float32 [U, queries], the
+    sum of the probabilities relative to 2^top, top float32 [U, queries]."""
 
     out: jax.Array
     top: jax.Array
@@ -133,7 +133,7 @@ def partials(
     kernel = plgpu.kernel(
         body,
         out_type=Partials(
-            out=float32((num_units, plan.queries, plan.rank)),
+            out=jax.ShapeDtypeStruct((num_units, plan.queries, plan.rank), jnp.dtype(plan.sums)),
             top=float32((num_units, plan.queries)),
             total=float32((num_units, plan.queries)),
         ),
@@ -436,7 +436,7 @@ def _score_product(refs: _Refs, plan: Plan, step: jax.Array, interpret: Any) -> 
 def _any_exceeds(scores: jax.Array, top: jax.Array, interpret: Any) -> jax.Array:
     """Whether a score exceeds its `top` by more than _SLACK, anywhere in the tile."""
     if interpret:
-        return jnp.max(scores - top) > _SLACK
+        return jnp.any(scores - top > _SLACK)  # false for NaN
 
     # A vote of the warpgroup at its own barrier, where a reduction would take two of them and more.
     @plgpu.inline_mgpu(
@@ -567,9 +567,8 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
         for c, chunk in enumerate(chunks):
             for b in range(blocks):
                 columns = pl.ds(chunk * plan.columns + b * at_once, at_once)
-                refs.out.at[unit.slot, :, columns].T[...] = plgpu.layout_cast(
-                    sums[c * blocks + b], plgpu.Layout._WGMMA_ACC_32BIT
-                )
+                block = plgpu.layout_cast(sums[c * blocks + b], plgpu.Layout._WGMMA_ACC_32BIT)
+                refs.out.at[unit.slot, :, columns].T[...] = block.astype(refs.out.dtype)
         return step
 
     _each_unit(refs, unit_values)
