@@ -35,7 +35,7 @@ import numpy as np
 
 from kimi_jax.pallas.tree_mla import specs
 
-SILENCE = 75.0  # seconds without a word from the child after which it counts as hung
+SILENCE = 60.0  # seconds without a word from the child after which it counts as hung
 RUNS, REPEATS = 4, 5  # runs enqueued back to back; medians are of REPEATS of them
 ERROR_BOUND = 1e-2
 POOL_BYTES = 8 << 30  # of the caches of a cell, all its layers together
@@ -93,6 +93,8 @@ def main() -> None:
         if failed is None:
             break
         records.append({"section": failed, "error": "hung or died"})
+        if failed == "start" and "start" in done:
+            break
         done.append(failed)
         print(f"!! {failed} hung or died; going on behind it", flush=True)
     report = {
@@ -122,7 +124,7 @@ def parse() -> argparse.Namespace:
 def watch(log: pathlib.Path, done: list[str], began: float) -> str | None:
     """Runs a child until it ends (None) or is silent too long; then the section it was in."""
     command = [sys.executable, "-m", "bench.tree_mla", *sys.argv[1:], "--child", str(log)]
-    child = subprocess.Popen([*command, "--done", ",".join(done), "--began", str(began)])
+    child = subprocess.Popen([*command, "--done", "|".join(done), "--began", str(began)])
     log.touch()
     size, last = 0, time.monotonic()
     while child.poll() is None:
@@ -213,6 +215,7 @@ class Child:
         self.arguments, self.jax, self.jnp = arguments, jax, jnp
         self.log = open(arguments.child, "a")  # noqa: SIM115 (lives as long as the process)
         self.section = "start"
+        self.done = set(arguments.done.split("|"))
         self.compilers, self.checkers = ThreadPoolExecutor(8), ThreadPoolExecutor(6)
         self.jobs: dict[Any, Future] = {}
         self.caches: dict[Any, Any] = {}
@@ -226,9 +229,8 @@ class Child:
         print(f"   {'ok' if passed else 'NOT PASSED'}: {name} {detail}", flush=True)
 
     def run(self) -> None:
-        done = set(self.arguments.done.split(","))
         for name, body in self.sections():
-            if name in done and name != "start":
+            if name in self.done and name not in ("start", "compile", "compile variants"):
                 continue
             self.section = name
             self.write(begins=True)
@@ -239,7 +241,9 @@ class Child:
             except Exception as error:  # a section that fails is no reason to lose the others
                 text = traceback.format_exc()
                 print(text, flush=True)
-                self.write(error=f"{text}\n{type(error).__name__}: {error}")
+                self.write(error=f"{text}\n{type(error).__name__}: {str(error)[:300]}")
+                if name == "start" or "CUDA" in str(error) or "INTERNAL" in str(error):
+                    os._exit(1)  # after an error of the device, only a new process works
             print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
 
     def sections(self) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -254,7 +258,7 @@ class Child:
             yield f"numerics {core}", functools.partial(self.numerics, core)
             yield f"bits {core}", functools.partial(self.bits, core)
         for cell in cells:
-            yield f"cell {name_of(cell)}", functools.partial(self.measure, cell, {})
+            yield section_of(cell, {}), functools.partial(self.measure, cell, {})
         if self.arguments.quick:
             return
         variants = [
@@ -264,8 +268,7 @@ class Child:
         yield "compile variants", functools.partial(self.compile_ahead, variants)
         yield "commit", self.commit
         for cell, change in variants:
-            section = f"variant {name_of(cell)} {text_of(change)}"
-            yield section, functools.partial(self.measure_variant, cell, change)
+            yield section_of(cell, change), functools.partial(self.measure_variant, cell, change)
 
     # Set up.
 
@@ -505,6 +508,7 @@ class Child:
         self.jobs = {
             (cell, text_of(change)): self.compilers.submit(self.compiled, cell, change)
             for cell, change in wanted
+            if section_of(cell, change) not in self.done
         }
 
     def compiled(self, cell: Cell, change: dict[str, Any]) -> Any:
@@ -623,6 +627,10 @@ class Child:
                 temporary=temporary,
             )
             self.check("commit in place", temporary < latent.nbytes // 8, temporary=temporary)
+
+
+def section_of(cell: Cell, change: dict[str, Any]) -> str:
+    return f"variant {name_of(cell)} {text_of(change)}" if change else f"cell {name_of(cell)}"
 
 
 def text_of(change: dict[str, Any]) -> str:
