@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import threading
 
 import jax
@@ -13,6 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kimi_jax.pallas.stream import target
 from kimi_jax.pallas.tree_mla import mosaic, plan, specs
+
+# Warpgroups that wait hold a thread of XLA's pool each, which is as large as the machine has cores.
+os.environ.setdefault("NPROC", "16")
 
 _QUICK = {
     "xla_backend_optimization_level": 0,

@@ -26,7 +26,8 @@ def mixed() -> specs.Case:
     """All kinds of sequences in one batch, NaN in everything that belongs to nobody."""
     spec = dataclasses.replace(specs.TINY, heads=2)
     lengths = [0, 1, spec.page_size - 1, spec.page_size, spec.page_size + 1, 300]
-    case = specs.make(spec, rows=[1, 9, 33, 5, 0, 17], lengths=lengths, seed=1, gap=1)
+    rows, dead = [1, 9, 33, 5, 0, 17], [1, 3, 0, 0, 0, 1]
+    case = specs.make(spec, rows, lengths, seed=1, gap=1, dead=dead)
     return _with_pages(case, case.latent)
 
 
@@ -127,7 +128,7 @@ def test_every_plan_fits_into_shared_memory(name, spec, max_rows):
     made = plan.make(gpu, **dataclasses.asdict(spec), max_rows=max_rows)
     assert made.shared_bytes <= gpu.shared_bytes
     assert made.queries % 8 == 0
-    assert made.slots >= made.parts
+    assert made.slots >= made.chunks
     assert made.tensor_core == ("wgmma" if name == "sm_90" else "mma")
 
 
@@ -158,8 +159,9 @@ def _schedule(row_start, row_count, length):
         _PLAN, batch=_SEQUENCES, max_rows=20, pool_tokens=_POOL, max_tokens=_LONGEST
     )
     table = jnp.arange(_SEQUENCES * 40, dtype=jnp.int32).reshape(_SEQUENCES, 40)
+    ancestors = jnp.zeros((_FLAT_ROWS, 1), jnp.uint32)
     return schedule.make(
-        _PLAN, row_start, row_count, length, table, num_rows=_FLAT_ROWS, num_units=num_units
+        _PLAN, row_start, row_count, length, table, ancestors, max_rows=20, num_units=num_units
     )
 
 

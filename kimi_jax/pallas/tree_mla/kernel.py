@@ -6,7 +6,8 @@ dimension, in steps of 8: one row of 8 heads costs what it is, and 9 rows are 72
 
 A block is one warpgroup for copies, one for scores, and one or two for the values, each with its
 part of the latent columns. A tile of 64 tokens is copied once into shared memory and read twice,
-as keys and as values. While the values of a tile are added up, the scores of the next are made.
+as keys and as values. While the values of a tile are added up, the scores of the next are made. A
+tile comes and goes in chunks of columns: two whole tiles do not fit beside many queries.
 
 - Copies: the queries of a unit, then its tiles, into rings of buffers (`slots`).
 - Scores: S = K Q^T; masks; P = exp2(S - top), to shared memory in bfloat16. `top` is a whole number
@@ -27,7 +28,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from kimi_jax.pallas.tree_mla import schedule
 from kimi_jax.pallas.tree_mla.plan import TILE, Plan
@@ -40,8 +45,8 @@ _QUERY = _WGMMA.reduce(0)  # one value a column: a statistic of a query
 
 
 class Partials(NamedTuple):
-    """By unit: out float32 [U, queries, R], not divided by `total` float32 [U, queries], the sum of
-    the probabilities relative to 2^top, top float32 [U, queries]."""
+    """By unit: out [U, queries, R] in `Plan.sums`, not divided by `total` float32 [U, queries], the
+    sum of the probabilities relative to 2^top, top float32 [U, queries]."""
 
     out: jax.Array
     top: jax.Array
@@ -57,6 +62,9 @@ class _Unit(NamedTuple):
     first_tile: jax.Array
     tiles: jax.Array
     new_queries: jax.Array
+    slot: jax.Array
+    seen_low: jax.Array
+    seen_high: jax.Array
     pages: tuple[jax.Array, ...]
 
 
@@ -74,7 +82,7 @@ class _Refs(NamedTuple):
     total: Any
     q_latent: Any  # [1, queries, R]
     q_rope: Any  # [1, queries, PE]
-    kv: Any  # [slots, TILE, columns]
+    kv: Any  # [slots, TILE, columns]: chunks
     k_rope: Any  # [rope_slots, TILE, PE]
     probs: Any  # [prob_slots, queries, TILE]
     rescale: Any  # [prob_slots, queries + 8]: factors; then 1.0 when there is something to rescale
@@ -125,7 +133,7 @@ def partials(
     kernel = plgpu.kernel(
         body,
         out_type=Partials(
-            out=float32((num_units, plan.queries, plan.rank)),
+            out=jax.ShapeDtypeStruct((num_units, plan.queries, plan.rank), jnp.dtype(plan.sums)),
             top=float32((num_units, plan.queries)),
             total=float32((num_units, plan.queries)),
         ),
@@ -254,10 +262,10 @@ def _copy(refs: _Refs, plan: Plan, pages: int) -> None:
 
     def copy_tile(source: Any, starts: Sequence[jax.Array], step: jax.Array) -> None:
         """Rows of `source` from each of `starts` on, a piece each."""
-        for part in range(plan.parts):
-            slot = lax.rem(step * plan.parts + part, plan.slots)
+        for chunk in range(plan.chunks):
+            slot = lax.rem(step * plan.chunks + chunk, plan.slots)
             plgpu.barrier_wait(refs.kv_free.at[slot])
-            columns = pl.ds(part * plan.columns, plan.columns)
+            columns = pl.ds(chunk * plan.columns, plan.columns)
             for i, start in enumerate(starts):
                 plgpu.copy_gmem_to_smem(
                     source.at[pl.ds(start, plan.piece), columns],
@@ -363,8 +371,7 @@ def _make_scores(refs: _Refs, plan: Plan, scale: float, interpret: Any) -> None:
             )
 
             plgpu.barrier_wait(refs.probs_free.at[slot])
-            over = jnp.where(scores > _spread(top + _SLACK, shape), 1.0, 0.0)
-            rises = jnp.max(jnp.max(over, axis=1), axis=0) > 0
+            rises = _any_exceeds(scores, _spread(top, shape), interpret)
 
             def rise() -> tuple[jax.Array, jax.Array]:
                 largest = jnp.max(scores, axis=0)
@@ -384,8 +391,8 @@ def _make_scores(refs: _Refs, plan: Plan, scale: float, interpret: Any) -> None:
         top = plgpu.layout_cast(jnp.full((plan.queries,), NOTHING, jnp.float32), _QUERY)
         total = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _WGMMA)
         step, top, total = lax.fori_loop(0, unit.tiles, tile_scores, (step, top, total))
-        refs.top.at[index][...] = top
-        refs.total.at[index][...] = jnp.sum(total, axis=0)
+        refs.top.at[unit.slot][...] = top
+        refs.total.at[unit.slot][...] = jnp.sum(total, axis=0)
         return step
 
     _each_unit(refs, unit_scores)
@@ -400,12 +407,12 @@ def _score_product(refs: _Refs, plan: Plan, step: jax.Array, interpret: Any) -> 
     only = lax.optimization_barrier(jnp.int32(0))
 
     def operands():
-        for part in range(plan.parts):
-            slot = lax.rem(step * plan.parts + part, plan.slots)
+        for chunk in range(plan.chunks):
+            slot = lax.rem(step * plan.chunks + chunk, plan.slots)
             plgpu.barrier_wait(refs.kv_full.at[slot])
             yield (
                 refs.kv.at[slot],
-                refs.q_latent.at[only, :, pl.ds(part * plan.columns, plan.columns)],
+                refs.q_latent.at[only, :, pl.ds(chunk * plan.columns, plan.columns)],
             )
         slot = lax.rem(step, plan.rope_slots)
         plgpu.barrier_wait(refs.rope_full.at[slot])
@@ -424,6 +431,44 @@ def _score_product(refs: _Refs, plan: Plan, step: jax.Array, interpret: Any) -> 
     for keys, queries in operands():
         acc = _mma(acc, keys, queries.T, interpret)
     return acc
+
+
+def _any_exceeds(scores: jax.Array, top: jax.Array, interpret: Any) -> jax.Array:
+    """Whether a score exceeds its `top` by more than _SLACK, anywhere in the tile."""
+    if interpret:
+        return jnp.any(scores - top > _SLACK)  # false for NaN
+
+    # A vote of the warpgroup at its own barrier, where a reduction would take two of them and more.
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, _WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def vote(_: Any, scores: Any, top: Any) -> Any:
+        over = [
+            arith.subf(s, t) for s, t in zip(scores.registers.flat, top.registers.flat, strict=True)
+        ]
+        most = functools.reduce(arith.maxnumf, over)  # which ignores NaN
+        first, second = (vector.extract(most, [], [i]) for i in range(2))
+        most = arith.maxnumf(first, second)
+        exceeds = arith.cmpf(
+            arith.CmpFPredicate.OGT, most, arith.constant(ir.F32Type.get(), _SLACK)
+        )
+        word = ir.IntegerType.get_signless(32)
+        text = (
+            "{.reg .pred vote; setp.ne.b32 vote, $1, 0; bar.red.or.pred vote, $2, 128, vote;"
+            " selp.b32 $0, 1, 0, vote;}"
+        )
+        found = mosaic.inline_ptx(
+            text,
+            arith.extui(word, exceeds),
+            mosaic.warpgroup_barrier_idx(sync=False),
+            result_types=word,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(scores, top) > 0
 
 
 def _ancestor_words(refs: _Refs, plan: Plan, unit: _Unit) -> tuple[jax.Array, jax.Array]:
@@ -466,10 +511,11 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
         plgpu.barrier_arrive(refs.kv_free.at[slot])
     for slot in range(plan.prob_slots):
         plgpu.barrier_arrive(refs.probs_free.at[slot])
-    # wgmma takes all columns in one go; mma.sync 64 at a time, to hold fewer operands.
+    # wgmma takes all columns of a chunk in one go; mma.sync 64 at a time, to hold fewer operands.
     at_once = plan.columns if plan.tensor_core == "wgmma" else TILE
     layout = plgpu.Layout._WGMMA_ACC_32BIT if plan.tensor_core == "wgmma" else _WGMMA
-    blocks = range(plan.columns // at_once)
+    blocks = plan.columns // at_once
+    chunks = [part + c for c in range(0, plan.chunks, plan.parts)]  # mine
 
     def unit_values(index: jax.Array, unit: _Unit, _: Any, step: jax.Array) -> jax.Array:
         def tile_values(i: jax.Array, carry: Any) -> Any:
@@ -486,41 +532,43 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
                 return [x * _spread(factor, x.shape, layout) for x in sums]
 
             sums = lax.cond(refs.rescale[slot, plan.queries] > 0, rescaled, lambda: sums)
-
-            slots = [lax.rem(step * plan.parts + p, plan.slots) for p in range(plan.parts)]
-            for kv_slot in slots:  # a barrier's phases are counted: none may be left out
-                plgpu.barrier_wait(refs.kv_full.at[kv_slot])
-            mine = lax.rem(step * plan.parts + part, plan.slots)
-
             start, stop = _real(unit, unit.first_tile + i)
+            in_context = unit.first_tile + i < _context_tiles(unit)
+            for c, chunk in enumerate(chunks):
+                mine = lax.rem(step * plan.chunks + chunk, plan.slots)
+                plgpu.barrier_wait(refs.kv_full.at[mine])
+                for other in range(1, plan.parts):
+                    # A barrier's phases are counted: none may be left out.
+                    theirs = c * plan.parts + lax.rem(part + other, plan.parts)
+                    theirs = lax.rem(step * plan.chunks + theirs, plan.slots)
+                    plgpu.barrier_wait(refs.kv_full.at[theirs])
+                    plgpu.barrier_arrive(refs.kv_free.at[theirs])
 
-            @pl.when((start > 0) | (stop < TILE))
-            def _():
-                _clear(refs.kv.at[mine], start, stop)
-                plgpu.commit_smem()
+                @pl.when((stop < TILE) | jnp.logical_not(in_context))
+                def _(mine: jax.Array = mine) -> None:
+                    _clear(refs.kv.at[mine], unit, in_context, start, stop)
+                    plgpu.commit_smem()
 
-            sums = [
-                _add_product(
-                    plan,
-                    sums[b],
-                    refs.kv.at[mine, :, pl.ds(b * at_once, at_once)].T,
-                    refs.probs.at[slot].T,
-                    interpret,
-                )
-                for b in blocks
-            ]
-            for kv_slot in slots:
-                plgpu.barrier_arrive(refs.kv_free.at[kv_slot])
+                for b in range(blocks):
+                    sums[c * blocks + b] = _add_product(
+                        plan,
+                        sums[c * blocks + b],
+                        refs.kv.at[mine, :, pl.ds(b * at_once, at_once)].T,
+                        refs.probs.at[slot].T,
+                        interpret,
+                    )
+                plgpu.barrier_arrive(refs.kv_free.at[mine])
             plgpu.barrier_arrive(refs.probs_free.at[slot])
             return step + 1, *sums
 
         zero = plgpu.layout_cast(jnp.zeros((at_once, plan.queries), jnp.float32), layout)
-        step, *sums = lax.fori_loop(0, unit.tiles, tile_values, (step, *[zero for _ in blocks]))
-        for b in blocks:
-            columns = pl.ds(part * plan.columns + b * at_once, at_once)
-            refs.out.at[index, :, columns].T[...] = plgpu.layout_cast(
-                sums[b], plgpu.Layout._WGMMA_ACC_32BIT
-            )
+        zeros = [zero] * (len(chunks) * blocks)
+        step, *sums = lax.fori_loop(0, unit.tiles, tile_values, (step, *zeros))
+        for c, chunk in enumerate(chunks):
+            for b in range(blocks):
+                columns = pl.ds(chunk * plan.columns + b * at_once, at_once)
+                block = plgpu.layout_cast(sums[c * blocks + b], plgpu.Layout._WGMMA_ACC_32BIT)
+                refs.out.at[unit.slot, :, columns].T[...] = block.astype(refs.out.dtype)
         return step
 
     _each_unit(refs, unit_values)
@@ -535,10 +583,16 @@ def _add_product(plan: Plan, acc: jax.Array, values: Any, probs: Any, interpret:
     return _mma(acc, values, probs, interpret)
 
 
-def _clear(tile: Any, start: jax.Array, stop: jax.Array) -> None:
-    """Zeroes the places outside start..stop: they may hold NaN, and 0 * NaN is NaN."""
+def _clear(
+    tile: Any, unit: _Unit, in_context: jax.Array, start: jax.Array, stop: jax.Array
+) -> None:
+    """Zeroes what nobody sees: it may hold NaN, and 0 * NaN is NaN."""
     place = _iota((TILE, 64), 0)
-    real = (place >= start) & (place < stop)
+    row = place - start
+    word = jnp.where(row < 32, unit.seen_low, unit.seen_high)
+    bit = lax.shift_right_logical(word, row & 31) & 1
+    bit = jnp.where(in_context, 1, bit)
+    real = (place >= start) & (place < stop) & (bit == 1)
     for column in range(0, tile.shape[1], 64):
         part = tile.at[:, pl.ds(column, 64)]
         values = plgpu.load(part, layout=_WGMMA)

@@ -67,6 +67,7 @@ def _block(rows: Any, out: Any, top: Any, total: Any, merged: Any, lse: Any, *, 
         tops = [jnp.where(e, top[u, column], NOTHING) for e, u in zip(exists, unit, strict=True)]
         totals = [total[u, column] for u in unit]
         outs = [plgpu.load(out.at[u, column], layout=layout, optimized=False) for u in unit]
+        outs = [o.astype(jnp.float32) for o in outs]
         new_high = functools.reduce(jnp.maximum, tops, high)
         kept = jnp.exp2(high - new_high)
         mass, sums = mass * kept, sums * kept

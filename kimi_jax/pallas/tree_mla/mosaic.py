@@ -43,7 +43,14 @@ def attend(
         max_tokens=page_table.shape[1] * page_size,
     )
     units = schedule.make(
-        plan, row_start, row_count, length, page_table, num_rows=rows, num_units=num_units
+        plan,
+        row_start,
+        row_count,
+        length,
+        page_table,
+        ancestors,
+        max_rows=max_rows,
+        num_units=num_units,
     )
     sums = kernel.partials(
         plan,

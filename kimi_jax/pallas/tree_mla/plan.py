@@ -26,14 +26,15 @@ _STATISTICS_BYTES = 2048  # scratch of a maximum or a sum over the tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Static choices. None of them changes a row's result except `tensor_core` and `split`.
+    """Static choices. Only `tensor_core`, `split` and `sums` change a row's result.
 
     rank, rope: R and PE, the latent and the rotary columns of a cached row. heads, page_size: H
     and P. queries: rows of attention (tree row x head) that a unit of work handles; context read
     once serves all of them. split: see SPLIT. parts: warpgroups that share the latent columns
-    between them, for the values; a tile arrives in as many parts. slots: parts of tiles that are
-    in shared memory or on their way; rope_slots, prob_slots: the same for the rotary columns and
-    for the probabilities. tensor_core: wgmma (sm_90 only) or mma.sync. num_cores: blocks.
+    between them, for the values. slots: chunks of tiles that are in shared memory or on their way;
+    rope_slots, prob_slots: the same for the rotary columns and for the probabilities. tensor_core:
+    wgmma (sm_90 only) or mma.sync. sums: the type in which a unit's sums are laid down; they are
+    added up in float32. num_cores: blocks.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Plan:
     rope_slots: int
     prob_slots: int
     tensor_core: Literal["wgmma", "mma"]
+    sums: Literal["float32", "bfloat16"]
     num_cores: int
 
     @property
@@ -56,8 +58,13 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Latent columns of a part."""
-        return self.rank // self.parts
+        """Latent columns of a chunk: what is copied, and given back, together."""
+        return min(self.rank // self.parts, 128)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a tile; those of a warpgroup are every `parts`-th."""
+        return self.rank // self.columns
 
     @property
     def swizzle(self) -> int:
@@ -108,6 +115,7 @@ def make(
     split: int = SPLIT,
     tensor_core: Literal["wgmma", "mma"] | None = None,
     max_queries: int | None = None,
+    sums: Literal["float32", "bfloat16"] = "float32",
 ) -> Plan:
     """The plan for a GPU and a model; raises NotImplementedError as `check` does.
 
@@ -128,10 +136,11 @@ def make(
                 queries=queries,
                 split=split,
                 parts=parts,
-                slots=parts,
+                slots=1,
                 rope_slots=1,
                 prob_slots=1,
                 tensor_core=core,
+                sums=sums,
                 num_cores=target.num_cores,
             ),
         )
@@ -152,11 +161,12 @@ def _even(rows: int, limit: int) -> int:
 
 def _fill(target: Target, plan: Plan) -> Plan | None:
     """`plan` with as many buffers as shared memory holds; None when not even one of each fits."""
+    plan = dataclasses.replace(plan, slots=plan.chunks)
     if plan.shared_bytes > target.shared_bytes:
         return None
     # In the order of what they hide: the copies' latency, then a turn between the warpgroups.
-    wishes = [("slots", plan.parts * 2), ("rope_slots", 2), ("prob_slots", 2)]
-    wishes += [("slots", plan.parts * 3), ("rope_slots", 3)]
+    wishes = [("slots", plan.chunks * 3 // 2), ("rope_slots", 2), ("prob_slots", 2)]
+    wishes += [("slots", plan.chunks * 2), ("slots", plan.chunks * 3), ("rope_slots", 3)]
     for name, most in wishes:
         while getattr(plan, name) < most:
             larger = dataclasses.replace(plan, **{name: getattr(plan, name) + 1})
@@ -207,6 +217,7 @@ def of_shapes(
     split: int = SPLIT,
     tensor_core: Literal["wgmma", "mma"] | None = None,
     max_queries: int | None = None,
+    sums: Literal["float32", "bfloat16"] = "float32",
 ) -> Plan:
     """`make` for the operands of `api.attend`, checked."""
     sizes = {
@@ -217,4 +228,6 @@ def of_shapes(
         "max_rows": max_rows,
     }
     check(**sizes, dtype=latent.dtype)
-    return make(target, **sizes, split=split, tensor_core=tensor_core, max_queries=max_queries)
+    return make(
+        target, **sizes, split=split, tensor_core=tensor_core, max_queries=max_queries, sums=sums
+    )

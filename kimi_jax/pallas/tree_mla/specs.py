@@ -103,11 +103,13 @@ def make(
     gap: int = 0,
     layers: int = 2,
     hollow: bool = True,
+    dead: Sequence[int] | None = None,
 ) -> Case:
     """A random case: sequence b has rows[b] rows and lengths[b] cached positions.
 
     gap: flat rows between two sequences that belong to neither. hollow: whatever belongs to nobody
-    holds NaN: pages behind a context, other layers, rows in the gaps.
+    holds NaN: pages behind a context, other layers, rows in the gaps. dead: how many of a
+    sequence's last rows see no row and are seen by none, as unused nodes of a tree.
     """
     rng = np.random.default_rng(seed)
 
@@ -137,11 +139,13 @@ def make(
     q = np.full((num_rows, spec.heads, width), nothing, np.float32)
     own = np.full((num_rows, width), nothing, np.float32)
     words_of = np.zeros((num_rows, words), np.uint32)
-    for start, count in zip(starts, rows, strict=True):
+    for start, count, unused in zip(starts, rows, dead or [0] * batch, strict=True):
         mine = slice(start, start + count)
         q[mine] = normal(count, spec.heads, width)
         own[mine] = normal(count, width)
         words_of[mine] = ancestors(parents(rng, count), words) if count else 0
+        own[start + count - unused : start + count] = nothing
+        words_of[start + count - unused : start + count] = 0
     return Case(
         q=q,
         latent=latent,
@@ -173,14 +177,18 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
         places = np.arange(count)
         bits = case.ancestors[rows][:, places // 32] >> (places % 32).astype(np.uint32)
         seen = np.concatenate([np.ones((count, length), bool), (bits & 1).astype(bool)], axis=1)
-        for row in np.flatnonzero(seen.any(axis=1)):
-            visible = keys if seen[row].all() else keys[seen[row]]
-            scores = case.q[start + row].astype(np.float64) @ visible.T * case.scale
-            top = scores.max(axis=-1, keepdims=True)
-            weights = np.exp(scores - top)
-            total = weights.sum(axis=-1, keepdims=True)
-            out[start + row] = weights @ visible[:, :rank] / total
-            lse[start + row] = (top + np.log(total))[:, 0]
+        keys = np.where(seen.any(axis=0)[:, None], keys, 0.0)
+        scores = np.einsum("rhc,tc->rht", case.q[rows].astype(np.float64), keys, optimize=True)
+        scores = np.where(seen[:, None], scores * case.scale, -np.inf)
+        sees = seen.any(axis=1)
+        top = np.where(sees[:, None, None], scores.max(axis=-1, keepdims=True, initial=-np.inf), 0)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        sums = np.einsum("rht,tc->rhc", weights, keys[:, :rank], optimize=True)
+        out[rows] = np.where(sees[:, None, None], sums / np.where(total > 0, total, 1.0), 0.0)
+        lse[rows] = np.where(
+            sees[:, None], (top + np.log(np.where(total > 0, total, 1.0)))[..., 0], -np.inf
+        )
     return out, lse
 
 
