@@ -10,7 +10,7 @@ from kimi_jax.pallas.tree_mla import mosaic, plan, reference
 
 Implementation = Literal["auto", "reference", "mosaic"]
 
-MOSAIC_BY_DEFAULT = False
+MOSAIC_BY_DEFAULT = True
 """Whether 'auto' takes the Mosaic kernel on a GPU. To be set once it has been run and timed there:
 until then it is taken when it is asked for by name."""
 
