@@ -2,8 +2,9 @@
 
   python3 -m pytest -n 0 tests/test_gpu.py      about two minutes on an H200
 
-Skipped where there is no GPU that the kernels serve. Equality is up to near ties: bfloat16 rounds
-a logit of 4 to a multiple of 1/64, and two ways to sum may round differently.
+Skipped where there is no GPU that the kernels serve. Equality is up to near ties: where the two
+likeliest tokens are within NEAR_TIE of each other, or, for whole texts, which are written by
+programs of different shapes, within ROUNDING.
 """
 
 import functools
@@ -17,6 +18,7 @@ from kimi_jax import LLM
 from kimi_jax.model.kernels import Kernels
 
 NEAR_TIE = 2e-2
+ROUNDING = 2**-3  # two roundings to bfloat16 of logits between 8 and 16
 COUNT, TOKENS = 8, 64
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -61,10 +63,12 @@ def test_decoding_agrees_with_a_teacher_forced_pass_of_the_reference():
 
 @pytest.mark.parametrize("budget", [4, 8, 16, 32])
 def test_every_budget_gives_plain_decodings_text(budget):
+    """Programs of different budgets multiply matrices of different heights, which XLA rounds
+    differently. A margin is of two logits, and divided by the temperature."""
     prompts, params = requests(COUNT, TOKENS)
     results = engine(budget).generate(prompts, params)
     texts = [result.token_ids for result in results]
-    assert_same_texts(engine(), texts, plain(), prompts, params, near_tie=NEAR_TIE)
+    assert_same_texts(engine(), texts, plain(), prompts, params, near_tie=ROUNDING / 0.8)
     assert np.mean([result.stats.accepted_per_step for result in results[:COUNT]]) > 1.3
 
 

@@ -56,6 +56,10 @@ MAX_ROWS = 256  # M that one launch takes: bounds what dispatch keeps in shared 
 ROW_GAP = 64  # bytes between rows in shared memory: 8 lanes x 16 bytes then meet no bank twice
 COLUMNS = 8  # rows of x that one tensor-core instruction takes
 
+# Multiplications of one unit by a warp, from which on its halves are a loop: unrolled, the code of
+# such a round outgrows the instruction cache next to the multiprocessor's schedulers.
+ROLLED = 8
+
 # Named barriers (0 to 3 belong to Pallas).
 DISPATCH, CONSUME, TURN = 4, 5, 6  # TURN + warpgroup
 
@@ -692,23 +696,47 @@ class _Kernel:
         each instruction. Group after group: two steps of 16 inputs, times the scale.
         """
         m = self.m
-        scales = [m.load_shared(unit + self.g * 16, CODE_WORDS * 4, 4) for unit in units]
-        for half in range(2):
-            codes = [m.load_shared(unit + m.lane * 16, half * 512, 4) for unit in units]
-            for group in range(2):
-                index = half * 2 + group
-                rows = [m.load_shared(address, index * GROUP * 2, 4) for address in x]
-                for block, words in enumerate(codes):
-                    steps = [m.unpack(words[2 * group + step]) for step in range(2)]
-                    scale = scales[block][index]
-                    low, high = m.as_float(m.shl(scale, 16)), m.as_float(scale & -65536)
-                    for i, row in enumerate(rows):
-                        partial = m.mma(None, steps[0], row[:2])
-                        partial = m.mma(partial, steps[1], row[2:])
-                        sums[block][i] = [
-                            m.fma(value, (low, low, high, high)[k], sums[block][i][k])
-                            for k, value in enumerate(partial)
-                        ]
+        if len(x) * len(units) < ROLLED:
+            scales = [m.load_shared(unit + self.g * 16, CODE_WORDS * 4, 4) for unit in units]
+            for half in range(2):
+                self.multiply_half(sums, units, x, [scale[2 * half :] for scale in scales], half)
+            return
+
+        def half_(half: Value, *flat: Value) -> Sequence[Value]:
+            inner = _nested(flat, len(units), len(x))
+            address = [unit + self.g * 16 + half * 8 for unit in units]
+            scales = [m.load_shared(at, CODE_WORDS * 4, 2) for at in address]
+            moved = [unit + half * 512 for unit in units], [at + half * (2 * GROUP * 2) for at in x]
+            self.multiply_half(inner, *moved, scales, 0)
+            return _flat(inner)
+
+        sums[:] = _nested(m.for_(0, 2, half_, _flat(sums)), len(units), len(x))
+
+    def multiply_half(
+        self,
+        sums: list[list[list[Value]]],
+        units: Sequence[Value],
+        x: Sequence[Value],
+        scales: Sequence[Sequence[Value]],
+        half: int,
+    ) -> None:
+        """Half of a unit: two groups of 32 inputs; scales: of each block, both groups."""
+        m = self.m
+        codes = [m.load_shared(unit + m.lane * 16, half * 512, 4) for unit in units]
+        for group in range(2):
+            index = half * 2 + group
+            rows = [m.load_shared(address, index * GROUP * 2, 4) for address in x]
+            for block, words in enumerate(codes):
+                steps = [m.unpack(words[2 * group + step]) for step in range(2)]
+                scale = scales[block][group]
+                low, high = m.as_float(m.shl(scale, 16)), m.as_float(scale & -65536)
+                for i, row in enumerate(rows):
+                    partial = m.mma(None, steps[0], row[:2])
+                    partial = m.mma(partial, steps[1], row[2:])
+                    sums[block][i] = [
+                        m.fma(value, (low, low, high, high)[k], sums[block][i][k])
+                        for k, value in enumerate(partial)
+                    ]
 
     def consume_chunk(self, block: Value, q: Value) -> tuple[Value, Value]:
         layout = self.layout
@@ -860,11 +888,9 @@ class _Kernel:
             slot = self.rings.slot(self.ring, q + i)
             self.rings.wait_full(m, self.ring, q + i)
             for b in range(len(tiles)):
-                for unit in range(layout.tiling.down_units):
-                    place = unit * DOWN_BLOCKS + self.group_warp
-                    units = [slot + b * layout.down_weight_bytes + place * UNIT_BYTES]
-                    x = slot + rows_base + b * tile_rows_bytes + unit * (UNIT_INPUTS * 2)
-                    self.multiply(sums[b : b + 1], units, [x + offset for offset in offsets])
+                first = slot + b * layout.down_weight_bytes + self.group_warp * UNIT_BYTES
+                x = slot + rows_base + b * tile_rows_bytes
+                sums[b : b + 1] = self.down_units(sums[b : b + 1], first, [x + o for o in offsets])
             self.rings.release(m, self.ring, q + i)
             return _flat(sums)
 
@@ -882,6 +908,26 @@ class _Kernel:
                 m.add_float("out", address, value, held, offset)
             m.sync_warp()  # the next tile's experts come after this one's
         m.if_(passes, lambda: m.arrive(TURN + 1 - self.ring, threads))
+
+    def down_units(
+        self, sums: list[list[list[Value]]], first: Value, x: Sequence[Value]
+    ) -> list[list[list[Value]]]:
+        """sums + all units of a slot; first: address of the warp's block of unit 0."""
+        count = self.layout.tiling.down_units
+
+        def unit_(unit: Value, *flat: Value) -> Sequence[Value]:
+            inner = _nested(flat, 1, len(x))
+            places = [first + unit * (DOWN_BLOCKS * UNIT_BYTES)]
+            self.multiply(inner, places, [at + unit * (UNIT_INPUTS * 2) for at in x])
+            return _flat(inner)
+
+        flat = _flat(sums)
+        if count * len(x) >= ROLLED:
+            flat = self.m.for_(0, count, unit_, flat)
+        else:
+            for unit in range(count):
+                flat = unit_(unit, *flat)
+        return _nested(flat, 1, len(x))
 
     def terms(
         self, sums: Sequence[Sequence[Value]], rows: Value, first: Value, output: Value
