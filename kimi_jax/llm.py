@@ -16,7 +16,7 @@ from absl import logging
 
 from kimi_jax import sampling
 from kimi_jax.checkpoint.read import Checkpoint, open_checkpoint, open_drafter
-from kimi_jax.config import DrafterConfig, ModelConfig
+from kimi_jax.config import PRESETS, DrafterConfig, ModelConfig
 from kimi_jax.engine import plan as planning
 from kimi_jax.engine import tuning
 from kimi_jax.engine.budget import UNTUNED, AutoBudget, Budget, FixedBudget, bucket_for
@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def is_bundled(self) -> bool:
-        return self.folder.resolve() == BUNDLED_MODEL.resolve()
+        return self.config == PRESETS["tiny-k2"]  # also a copy, or a conversion
 
     @property
     def thinks(self) -> bool:
@@ -177,7 +177,7 @@ def set_up(
     """Checks a model's folder and this machine against each other, and reads no weights.
 
     Args:
-      model: a Hugging Face folder; None: the bundled tiny-k2.
+      model: a Hugging Face folder or a converted one; None: the bundled tiny-k2.
       dtype: "bfloat16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.
       load_format: "auto" reads the checkpoint; "dummy" needs config.json only and draws weights.
       drafter: folder of a DFlash drafter for the model; "auto": the folder `drafter` inside the
@@ -356,7 +356,8 @@ class LLM:
         place, layout = setup.layout.shardings, setup.layout
         canonical = target_weights.describe(setup.config, setup.dtype)
         weights = self._weights(
-            setup.checkpoint, target_weights, setup.config, place(layout.specs(canonical)), progress
+            *(setup.checkpoint, target_weights, setup.config),
+            *(place(layout.specs(canonical)), layout.device_bytes(canonical), progress),
         )
         weights = prepare_weights(weights, canonical, setup.kernels, layout)
         drafter = None
@@ -365,7 +366,8 @@ class LLM:
         else:
             source = setup.drafter_checkpoint
             drafter = self._weights(
-                source, drafter_weights, setup.drafter, place(programs.specs.drafter), progress
+                *(source, drafter_weights, setup.drafter),
+                *(place(programs.specs.drafter), setup.plan.drafter_bytes, progress),
             )
         self.engine = Engine(programs, weights, drafter, setup.tokenizer, budget=setup.budget())
         self.engine.warm_up(*first)
@@ -378,11 +380,14 @@ class LLM:
         kind: Any,
         config: Any,
         shardings: Any,
+        planned: int,
         progress: bool,
     ) -> Any:
         """Read from the checkpoint, or drawn; kind: the module that describes them."""
         if checkpoint:
-            return checkpoint.load(dtype=self.setup.dtype, shardings=shardings, progress=progress)
+            return checkpoint.load(
+                dtype=self.setup.dtype, shardings=shardings, planned=planned, progress=progress
+            )
         logging.info("drawing random weights: the text will mean nothing")
         return kind.random(config, self.setup.dtype, jax.random.key(0), shardings)
 

@@ -6,8 +6,11 @@ are paths in the trees of `model/weights.py` and `speculation/weights.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from kimi_jax.config import DrafterConfig, ModelConfig
 
@@ -32,6 +35,28 @@ class Part:
     def verbatim(self) -> bool:
         """Whether the part holds the tensor's elements in the tensor's order."""
         return not self.select and self.axes is None
+
+    def start(self, shape: tuple[int, ...]) -> int:
+        """Where in the leaf, in elements of its flat order, a part of these bytes begins.
+
+        All parts are selected by leading indices, so they are runs of the flat order.
+        """
+        start = 0
+        for axis, at in enumerate(self.index):
+            first = at if isinstance(at, int) else at.indices(shape[axis])[0]
+            start += first * math.prod(shape[axis + 1 :])
+        return start
+
+    def taken_from(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The part's values, of `shape`, as a view of the tensor's."""
+        values = tensor.reshape(self.view or shape)[self.select]
+        return values if self.axes is None else values.transpose(self.axes)
+
+    def put_back(self, values: np.ndarray, tensor: np.ndarray) -> None:
+        """The inverse of `taken_from`: writes the part's values to their places in the tensor."""
+        if self.axes is not None:
+            values = values.transpose(np.argsort(self.axes))
+        tensor.reshape(self.view or values.shape)[self.select] = values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

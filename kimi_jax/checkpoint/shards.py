@@ -79,11 +79,11 @@ class ShardReader:
         self._shard = shard
         self._file = file
 
-    def read(self, tensor: Tensor, out: np.ndarray) -> None:
-        """Fills `out`, contiguous and `tensor.nbytes` large, with the stored bytes."""
-        self._file.seek(tensor.start)
+    def read(self, tensor: Tensor, out: np.ndarray, skip: int = 0) -> None:
+        """Fills `out`, which is contiguous, with the stored bytes from the `skip`-th on."""
+        self._file.seek(tensor.start + skip)
         view = memoryview(out.reshape(-1).view(np.uint8))
-        assert view.nbytes == tensor.nbytes, (tensor, out.shape)
+        assert skip + view.nbytes <= tensor.nbytes, (tensor, out.shape)
         while view:
             count = self._file.readinto(view[:_READ_CHUNK])
             if not count:
