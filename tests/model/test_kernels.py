@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fresh_process import run
 
 from kimi_jax.config import PRESETS
 from kimi_jax.model import kernels, weights
@@ -60,3 +61,42 @@ def test_a_cpu_has_no_kernels():
     assert kernels.choose("auto", TINY, **sizes) == kernels.REFERENCE
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
         kernels.choose("mosaic", TINY, **sizes)
+
+
+ON_EIGHT_DEVICES = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+import jax, jax.numpy as jnp, numpy as np
+from kimi_jax.config import PRESETS
+from kimi_jax.model import kernels, weights
+from kimi_jax.pallas.int4_moe import api
+from kimi_jax.sharding.mesh import make_layout, resolve
+
+config = PRESETS["tiny-k2"]
+described = weights.describe(config, jnp.bfloat16)
+for sharding, sizes in (("tp", {}), ("mixed", {"ep_size": 2})):
+    layout = make_layout(resolve(sharding, num_devices=8, **sizes))
+    places = layout.shardings(layout.specs(described))
+    loaded = weights.random(config, jnp.bfloat16, jax.random.key(0), places)
+    layer = next(i for i, l in enumerate(loaded.layers) if hasattr(l.mlp, "experts"))
+    parts = [
+        [np.asarray(s.data) for s in leaf.addressable_shards]
+        for leaf in jax.tree.leaves(loaded.layers[layer].mlp.experts)
+    ]
+    prepared = kernels.prepare(loaded, described, kernels.Kernels(int4_moe="mosaic"), layout)
+    got = prepared.layers[layer].mlp.experts
+    assert layout.specs(kernels.as_read(described, kernels.Kernels(int4_moe="mosaic"), layout))
+    for device, own in enumerate(zip(*parts, strict=True)):
+        alone = api.pack(weights.Experts(**dict(zip(
+            ("gate_up_codes", "gate_up_scales", "down_codes", "down_scales"), own, strict=True
+        ))))
+        assert (alone.hidden, alone.width) == (got.hidden, got.width)
+        for name in ("gate_up", "down", "counter"):
+            shard = getattr(got, name).addressable_shards[device].data
+            assert np.array_equal(shard, getattr(alone, name)), (sharding, device, name)
+    print(sharding, got.width)
+"""
+
+
+def test_each_device_packs_its_own_part():
+    assert run(ON_EIGHT_DEVICES).split() == ["tp", "32", "mixed", "64"]
