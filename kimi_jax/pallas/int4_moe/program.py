@@ -1,7 +1,7 @@
 """The routed experts as one persistent kernel: dispatch, gate and up, SwiGLU, down, weighted sum.
 
-One block per multiprocessor: two consumer warpgroups and one for producers, two rings (one a
-consumer warpgroup) of shared memory filled by bulk copies.
+One block per multiprocessor: two rings of shared memory, filled by bulk copies of a warpgroup of
+producers, drained by two warpgroups of consumers each (in down by one of them).
 
 1. Dispatch: every block sorts the routed pairs (row, expert) by expert, in shared memory: experts
    in id order, each expert's rows in tiles of at most `tile_rows`. Dead pairs (id outside [0, E))
@@ -13,7 +13,7 @@ consumer warpgroup) of shared memory filled by bulk copies.
    bfloat16 rows in global memory.
 3. A barrier over the grid (a counter in global memory). Meanwhile the rings fill with the first
    weights of down.
-4. Down. A block owns 64 outputs and walks all tiles in order, its warpgroups taking turns at items
+4. Down. A block owns 64 outputs and walks all tiles in order, its rings taking turns at items
    of `down_tiles` tiles; each adds share * value to the output in memory. So the experts of a row
    add up in id order.
 
@@ -43,9 +43,10 @@ from kimi_jax.pallas.stream.packing import (
 )
 from kimi_jax.pallas.stream.ring import Rings
 
-RINGS = 2  # one a consumer warpgroup
+RINGS = 2
 GROUP_WARPS = 4  # warps of a warpgroup
-CONSUMERS = RINGS * GROUP_WARPS
+RING_WARPS = 2 * GROUP_WARPS  # that drain a ring
+CONSUMERS = RINGS * RING_WARPS
 NUM_WARPS = CONSUMERS + GROUP_WARPS
 
 DOWN_BLOCKS = 4  # blocks of 16 outputs that a block of the grid owns in down
@@ -60,8 +61,10 @@ COLUMNS = 8  # rows of x that one tensor-core instruction takes
 # such a round outgrows the instruction cache next to the multiprocessor's schedulers.
 ROLLED = 8
 
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 112, 32  # of a thread; an even share would be 96
+
 # Named barriers (0 to 3 belong to Pallas).
-DISPATCH, CONSUME, TURN = 4, 5, 6  # TURN + warpgroup
+DISPATCH, CONSUME, TURN = 4, 5, 6  # TURN + ring
 
 LAUNCH_UNIT = 1 << 16  # what a launch adds to the counter in all
 
@@ -190,13 +193,13 @@ class Layout:
 
     @property
     def k_warps(self) -> int:
-        """Warps of a warpgroup that share a sum."""
+        """Warps of a ring that share a sum."""
         return self.shape.k_slices // RINGS
 
     @property
     def m_warps(self) -> int:
-        """Warps of a warpgroup with different outputs."""
-        return GROUP_WARPS // self.k_warps
+        """Warps of a ring with different outputs."""
+        return RING_WARPS // self.k_warps
 
     @property
     def chunk_blocks(self) -> int:
@@ -296,7 +299,7 @@ class Layout:
             slot_bytes=self.slot_bytes,
             slots=self.tiling.slots,
             rings=RINGS,
-            consumers=GROUP_WARPS,
+            consumers=RING_WARPS,
             barriers=self.barriers,
         )
 
@@ -473,6 +476,8 @@ class _Kernel:
 
     def produce(self) -> None:
         m = self.m
+        if PRODUCER_REGISTERS:
+            m.own_registers(PRODUCER_REGISTERS, more=False)
         producer = m.warp - CONSUMERS
         self.ring = producer % RINGS
         m.if_(producer < RINGS, lambda: self.walk(self.gate_up_weights, self.down_weights))
@@ -642,11 +647,13 @@ class _Kernel:
             m.fence_async("global")  # the rows were written as ordinary stores
         self.rounds(fetch, q, count)
 
-    # Consumers: two warpgroups.
+    # Consumers: two warpgroups a ring.
 
     def consume(self) -> None:
         m = self.m
-        self.ring, self.group_warp = m.warp // GROUP_WARPS, m.warp % GROUP_WARPS
+        if CONSUMER_REGISTERS:
+            m.own_registers(CONSUMER_REGISTERS, more=True)
+        self.ring, self.ring_warp = m.warp // RING_WARPS, m.warp % RING_WARPS
         q = 0
         if "gate_up" in self.phases:
 
@@ -658,7 +665,8 @@ class _Kernel:
             if "down" in self.phases:
                 self.announce()
         if "down" in self.phases:
-            self.consume_down(q)
+            # 64 outputs keep four warps of a ring busy.
+            m.if_(self.ring_warp < GROUP_WARPS, lambda: self.consume_down(q))
 
     def announce(self) -> None:
         """Tells the grid that this block's hidden rows are in memory."""
@@ -767,7 +775,7 @@ class _Kernel:
     ) -> None:
         """One chunk with `count` blocks a warp: sums over all of D, SwiGLU, hidden rows."""
         m, layout = self.m, self.layout
-        k_warp, m_warp = self.group_warp % layout.k_warps, self.group_warp // layout.k_warps
+        k_warp, m_warp = self.ring_warp % layout.k_warps, self.ring_warp // layout.k_warps
         local = [i * layout.m_warps + m_warp for i in range(count)]  # blocks of this warp
 
         def round_(i: Value, *flat: Value) -> Sequence[Value]:
@@ -845,7 +853,7 @@ class _Kernel:
             mine, index = i // each, i % each * RINGS + self.ring
             outputs = m.cta + mine * self.num_blocks
             # Items in order, and with an even number of them one set of outputs after another;
-            # with an odd number this warpgroup has both the last item and the next first one.
+            # with an odd number this ring has both the last item and the next first one.
             even = items % 2 == 0
             waits = (index > 0) | ((mine > 0) & even)
             passes = (index + 1 < items) | ((mine + 1 < self.my_down_tiles) & even)
@@ -888,20 +896,21 @@ class _Kernel:
             slot = self.rings.slot(self.ring, q + i)
             self.rings.wait_full(m, self.ring, q + i)
             for b in range(len(tiles)):
-                first = slot + b * layout.down_weight_bytes + self.group_warp * UNIT_BYTES
+                first = slot + b * layout.down_weight_bytes + self.ring_warp * UNIT_BYTES
                 x = slot + rows_base + b * tile_rows_bytes
                 sums[b : b + 1] = self.down_units(sums[b : b + 1], first, [x + o for o in offsets])
-            self.rings.release(m, self.ring, q + i)
+            # For the ring's other warpgroup too.
+            self.rings.release(m, self.ring, q + i, arrivals=RING_WARPS // GROUP_WARPS)
             return _flat(sums)
 
         zeros = [m.zero()] * (4 * len(tiles) * len(offsets))
         flat = m.for_(0, layout.down_rounds, round_, zeros)
-        output = outputs * DOWN_ROWS + self.group_warp * BLOCK + self.g
+        output = outputs * DOWN_ROWS + self.ring_warp * BLOCK + self.g
         terms = [
             self.terms(sums, *tile, output)
             for tile, sums in zip(tiles, _nested(flat, len(tiles), len(offsets)), strict=True)
         ]
-        threads = CONSUMERS * WARP
+        threads = RINGS * GROUP_WARPS * WARP
         m.if_(waits, lambda: m.sync(TURN + self.ring, threads))
         for of_tile in terms:
             for address, offset, value, held in of_tile:
