@@ -33,4 +33,4 @@ def provenance(folder: Path) -> dict[str, str]:
 
 def _metadata(path: Path) -> list[str]:
     file = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return file.read_text("utf-8", errors="replace").splitlines() if file.is_file() else []

@@ -138,7 +138,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
         shard_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         # A shard lies in the folder itself; an index cannot send the reader elsewhere.
         fine = shard_of and all(Path(name).name == name for name in set(shard_of.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: not a safetensors index ({error!r}); incomplete download?"
         ) from error
@@ -169,6 +169,12 @@ def _compare(index: Path, shard_of: Mapping[str, str], shards: tuple[Shard, ...]
         )
 
 
+def _is_sound(tensor: Tensor) -> bool:
+    """Whether a header's values are of the kinds that they should be."""
+    numbers = (tensor.start, tensor.nbytes, *tensor.shape)
+    return isinstance(tensor.dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
+
+
 def _read_header(path: Path) -> Shard:
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -192,7 +198,9 @@ def _read_header(path: Path) -> Shard:
             )
             for name, entry in header.items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not all(map(_is_sound, tensors)):
+            raise ValueError("a dtype, shape or offset is of another kind than it should be")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: damaged safetensors header ({error!r}); download it again"
         ) from error

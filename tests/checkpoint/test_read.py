@@ -386,6 +386,30 @@ def test_a_damaged_header_is_named(folder):
     refused(folder, path.name, "damaged safetensors header")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data_offsets", []),
+        ("data_offsets", [0.0, 8.0]),
+        ("shape", ["a"]),
+        ("shape", [[]]),
+        ("shape", [-1, -4]),
+        ("dtype", ["BF16"]),
+        ("dtype", None),
+    ],
+)
+def test_a_header_with_a_value_of_another_kind_is_named(folder, key, value):
+    path = shard_paths(folder)[0]
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    entry = next(entry for name, entry in header.items() if name != "__metadata__")
+    entry[key] = value
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    refused(folder, path.name, "damaged safetensors header", "download it again")
+
+
 def test_a_shard_with_bytes_too_many_is_named(folder):
     path = shard_paths(folder)[0]
     path.write_bytes(path.read_bytes() + b"more")
