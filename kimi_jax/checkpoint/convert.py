@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from kimi_jax.checkpoint import layout, orbax_item
+from kimi_jax.checkpoint import converted, layout, orbax_item
 from kimi_jax.checkpoint.finite import check_finite
 from kimi_jax.checkpoint.hf import PublishedCheckpoint, check_value
-from kimi_jax.checkpoint.job import Job, claimed
+from kimi_jax.checkpoint.job import Job, check_drafter_given, claimed
 from kimi_jax.checkpoint.layout import Stored
 from kimi_jax.checkpoint.shards import DTYPES, CheckpointError, Shard, Tensor
 
@@ -107,11 +107,14 @@ def convert(
     report = Report()
     output = Path(output)
     with claimed(output):
+        if drafter is None:
+            check_drafter_given(output)
         jobs = [Job.open(source, output, kind="model")]
         if drafter is not None:
             jobs.append(Job.open(drafter, output / layout.DRAFTER, kind="drafter"))
         report.items_kept = sum(len(job.proven) for job in jobs)
-        if drafter is not None and not (jobs[1].is_whole and jobs[0].drafter_named == jobs[1].seal):
+        inside = converted.drafter_inside(output)
+        if jobs[0].drafter_named != inside or not all(job.is_whole for job in jobs[1:]):
             jobs[0].seal = None  # the whole's manifest names the drafter
         for job in jobs:
             if not job.is_whole:

@@ -165,9 +165,12 @@ def is_converted(folder: Path) -> bool:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a conversion into this folder was begun and not finished."""
-    return not is_converted(folder) and any(
-        (folder / name).is_dir() for name in (layout.WORK, layout.WEIGHTS)
-    )
+    return not is_converted(folder) and is_begun(folder)
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a conversion into this folder was begun; it may be finished."""
+    return any((folder / name).is_dir() for name in (layout.WORK, layout.WEIGHTS))
 
 
 def open_model(folder: Path) -> ConvertedCheckpoint:
@@ -193,7 +196,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path}: format {data.get('format')!r} version {data.get('version')!r}; this program"
             f" reads 'kimi_jax' version {manifest.VERSION}: convert the source into another folder"
         )
+    times = data.get("times")  # the seal does not cover them
+    known = times.get("mtime_ns") if isinstance(times, dict) else None
+    if (
+        not isinstance(known, dict)
+        or "finished" not in times
+        or set(known) != set(data["source"]["files"])
+    ):
+        raise CheckpointError(f"{path} is damaged: its times; {manifest.REMEDY}")
     return data
+
+
+def drafter_inside(folder: Path) -> str | None:
+    """The seal of the converted drafter that lies in a converted target's folder now."""
+    drafter = folder / layout.DRAFTER
+    return read_manifest(drafter)["sha256"] if is_converted(drafter) else None
+
+
+def drafter_fault(checkpoint: ConvertedCheckpoint) -> str | None:
+    """What is wrong with the drafter in a target's folder, if it is not the one converted with it.
+
+    Any other is of no concern to a target that was converted without one.
+    """
+    named = checkpoint.manifest["drafter"]
+    if named is None or named == drafter_inside(checkpoint.folder):
+        return None
+    drafter = checkpoint.folder / layout.DRAFTER
+    state = "is another one" if is_converted(drafter) else "is not there"
+    return (
+        f"{drafter}: the drafter that was converted with this model {state}; convert again, with"
+        " --drafter, or with --drafter= for a model without one"
+    )
 
 
 def _open(

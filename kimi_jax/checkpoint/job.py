@@ -31,15 +31,22 @@ _MAKING = "items"  # under WORK: items that are being made
 _SKELETON = "skeleton"  # under WORK
 
 
-@contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Holds the lock of a conversion's folder, which the kernel releases with the process.
+def check_place(output: Path) -> None:
+    """Refuses a place for a conversion that holds something else.
 
     Raises:
-        CheckpointError: another process holds it, or the folder holds something else.
+        CheckpointError: naming what is there.
     """
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output} is a file; give a folder for the converted checkpoint")
+    for path in (output, *output.parents):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path} is a link to {path.readlink()}, which is not there; remove the link, or"
+                " choose another folder"
+            )
+        if path.exists():
+            if not path.is_dir():
+                raise CheckpointError(f"{path} is a file; choose a folder for the conversion")
+            break
     known = (MANIFEST, WORK, WEIGHTS)
     if output.is_dir() and not any((output / name).exists() for name in known):
         if others := sorted(path.name for path in output.iterdir()):
@@ -47,6 +54,41 @@ def claimed(output: Path) -> Iterator[None]:
                 f"{output} is not empty and not a conversion (it holds {others[0]!r}); choose"
                 " another folder"
             )
+
+
+def check_drafter_given(output: Path) -> None:
+    """Refuses to go on without the drafter that an interrupted conversion began with.
+
+    Its half would stay, and make the folder one that does not load.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    begun = output / DRAFTER
+    if converted.is_unfinished(begun):
+        raise CheckpointError(
+            f"{begun}: the conversion of a drafter was begun and not finished; give its --drafter"
+            f" again, or delete {begun} for a conversion without one"
+        )
+
+
+def travelling(folder: Path) -> list[Path]:
+    """A published folder's files that go with the weights."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and _TRAVELS.fullmatch(path.name) and not _STAYS.fullmatch(path.name)
+    ]
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Holds the lock of a conversion's folder, which the kernel releases with the process.
+
+    Raises:
+        CheckpointError: another process holds it, or the folder holds something else.
+    """
+    check_place(output)
     work = output / WORK
     path = work / "lock"
     while True:
@@ -282,6 +324,7 @@ class Job:
             before["seal"]
             and self.proven == set(self.items)
             and set(self.hashes) == set(self.states)
+            and self._small_files_are(before["files"])
         ):
             self.seal = before["seal"]
 
@@ -296,6 +339,7 @@ class Job:
                 "config_sha256": data["source"]["config_sha256"],
                 "shards": {name: {**f, "mtime_ns": times[name]} for name, f in files.items()},
                 "hashes": {name: entry["sha256"] for name, entry in files.items()},
+                "files": data["files"],
                 "seal": data["sha256"],
             }
         path = self.output / WORK / _SOURCE
@@ -327,6 +371,15 @@ class Job:
             entry = before["shards"][name]
             if (entry["size"], entry["header_sha256"]) != (state.size, state.header_sha256):
                 raise refuse(f"{name} differs")
+
+    def _small_files_are(self, files: Mapping[str, str]) -> bool:
+        """Whether source and output hold the configuration, tokenizer, ... with these hashes."""
+        here = [self.output / name for name in files]
+        return (
+            all(path.is_file() for path in here)
+            and {path.name: manifest.file_sha256(path) for path in here} == files
+            and {path.name: manifest.file_sha256(path) for path in self.travelling()} == files
+        )
 
     def _is_proven(self, item: str) -> bool:
         """Whether an item lies in its place, with its record, and every chunk of its size."""
@@ -444,7 +497,6 @@ class Job:
                 "checked": record["checked"],
                 "record_sha256": record["sha256"],
             }
-        drafter = self.output / DRAFTER
         data = {
             "format": "kimi_jax",
             "version": manifest.VERSION,
@@ -467,9 +519,7 @@ class Job:
             },
             "files": files,
             "items": items,
-            "drafter": converted.read_manifest(drafter)["sha256"]
-            if converted.is_converted(drafter)
-            else None,
+            "drafter": converted.drafter_inside(self.output),
             "times": {
                 "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "mtime_ns": {name: state.mtime_ns for name, state in self.states.items()},
@@ -502,11 +552,7 @@ class Job:
 
     def travelling(self) -> list[Path]:
         """The source's files that go with the weights."""
-        return [
-            path
-            for path in sorted(self.source.folder.iterdir())
-            if path.is_file() and _TRAVELS.fullmatch(path.name) and not _STAYS.fullmatch(path.name)
-        ]
+        return travelling(self.source.folder)
 
     def _copied(self, path: Path) -> Path:
         target = self.output / path.name

@@ -19,7 +19,7 @@ from kimi_jax.checkpoint.shards import CheckpointError
 VERSION = 1
 """Of the converted folder's layout; a reader refuses any other."""
 
-_REMEDY = "copy it again, or delete it and convert again"
+REMEDY = "copy it again, or delete it and convert again"
 
 _BLOCK = 1 << 22  # bytes hashed at a time
 
@@ -50,9 +50,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; convert again to restore it") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}); {_REMEDY}") from error
+        raise CheckpointError(f"{path} is damaged ({error!r}); {REMEDY}") from error
     if not intact:
-        raise CheckpointError(f"{path} is damaged: its sha256 does not match; {_REMEDY}")
+        raise CheckpointError(f"{path} is damaged: its sha256 does not match; {REMEDY}")
     return data
 
 

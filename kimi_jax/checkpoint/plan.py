@@ -13,7 +13,7 @@ from pathlib import Path
 from kimi_jax.checkpoint import layout as folders
 from kimi_jax.checkpoint.convert import host_bytes
 from kimi_jax.checkpoint.hf import PublishedCheckpoint
-from kimi_jax.checkpoint.job import Job
+from kimi_jax.checkpoint.job import Job, check_drafter_given, check_place
 from kimi_jax.checkpoint.shards import CheckpointError
 from kimi_jax.config import DrafterConfig, ModelConfig
 from kimi_jax.engine.plan import DoesNotFit, Memory, size
@@ -118,12 +118,13 @@ def make_plan(
             raise CheckpointError(
                 f"{output} lies in the source folder {folder}; choose a folder outside it"
             )
+    check_place(output)
+    if drafter is None:
+        check_drafter_given(output)
     jobs = [Job.open(source, output, kind="model")]
     if drafter is not None:
         jobs.append(Job.open(drafter, output / folders.DRAFTER, kind="drafter"))
     existing = next(path for path in (output, *output.parents) if path.exists())
-    if not existing.is_dir():
-        raise CheckpointError(f"{existing} is a file; choose a folder for the converted checkpoint")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(f"{existing} cannot be written to; choose a folder that you may use")
     return ConversionPlan(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kimi_jax.checkpoint import converted, hf
+from kimi_jax.checkpoint import converted, hf, layout
 from kimi_jax.checkpoint.base import Checkpoint
 from kimi_jax.checkpoint.shards import CheckpointError
 from kimi_jax.config import DrafterConfig, ModelConfig
@@ -83,9 +83,12 @@ def load_drafter(
 def _existing(folder: str | Path) -> Path:
     folder = Path(folder)
     if converted.is_unfinished(folder):
+        output = f"--output={folder}"
+        if folder.name == layout.DRAFTER and converted.is_begun(folder.parent):
+            output = f"--drafter=... --output={folder.parent}"
         raise CheckpointError(
             f"{folder}: a conversion into this folder was not finished; run it again:"
-            f" python3 -m convert convert --source=... --output={folder}"
+            f" python3 -m convert convert --source=... {output}"
         )
     if not (folder / "config.json").is_file():
         state = "has no config.json" if folder.is_dir() else "is not a folder"

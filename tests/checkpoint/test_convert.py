@@ -612,3 +612,40 @@ def test_peak_memory_is_a_few_shards(tmp_path, monkeypatch, devices, full):
         assert after <= 3 * shard + (1 << 30) < total, (after, shard)
     else:  # the program itself apart
         assert after - before <= 3 * shard + (128 << 20) < total / 2, (before, after, shard)
+
+
+def test_going_on_without_the_drafter_that_was_begun_is_refused(source, output, tmp_path):
+    """Half of it would stay inside a model that then does not load."""
+    write_drafter(tmp_path / "draft", tiny_drafter_config())
+    edit_shard(tmp_path / "draft", 0, lambda tensors: next(iter(tensors.values())).fill(np.nan))
+    refused(source, output, "nan", drafter=tmp_path / "draft")
+    refused(source, output, f"{output / 'drafter'}: the conversion of a drafter was begun")
+    with pytest.raises(CheckpointError, match=f"--drafter=... --output={output}$"):
+        open_drafter(output / "drafter", CONFIG)
+    shutil.rmtree(output / "drafter")
+    converted(source, output)
+    open_checkpoint(output)
+
+
+@pytest.mark.parametrize("where", ["source", "output"])
+def test_a_small_file_that_changed_since_is_copied_again(source, output, where):
+    (source / "tokenizer_config.json").write_text('{"a": 1}')
+    converted(source, output)
+    name = "tokenizer_config.json"
+    if where == "source":
+        (source / name).write_text('{"a": 2}')
+    else:
+        (output / name).unlink()
+    report = converted(source, output)
+    assert (report.items_made, report.bytes_read) == (0, 0)
+    assert (output / name).read_bytes() == (source / name).read_bytes()
+    assert verify(open_checkpoint(output), hf.open_model(source), progress=False).good
+
+
+def test_times_that_are_damaged_are_named(source, output):
+    """The seal does not cover them."""
+    converted(source, output)
+    data = json.loads((output / "manifest.json").read_text())
+    for times in (None, {}, {"finished": "x", "mtime_ns": {}}):
+        (output / "manifest.json").write_text(json.dumps({**data, "times": times}))
+        refused(source, output, "manifest.json is damaged")

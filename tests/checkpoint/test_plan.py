@@ -220,3 +220,16 @@ def test_a_damaged_download_is_told_with_its_fault(source):
 def test_a_folder_without_a_checkpoint_is_unknown(tmp_path, name):
     (tmp_path / "empty").mkdir()
     assert inspect(tmp_path / name).kind == "unknown"
+
+
+def test_a_place_that_holds_something_else_is_refused_before_anything_is_made(source, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for output, fault in [
+        ("notes", "is not empty and not a conversion"),
+        ("link", "is a link to .*nowhere, which is not there"),
+        ("link/inside", "is a link to .*nowhere, which is not there"),
+    ]:
+        with pytest.raises(CheckpointError, match=fault):
+            make_plan(hf.open_model(source), tmp_path / output, None)
