@@ -40,11 +40,18 @@ def verify(flags: Any) -> int:
     drafter = output / layout.DRAFTER
     if drafter.is_dir():
         opened.append(read.open_drafter(drafter, opened[0].config))
+    elif flags.drafter:
+        raise CheckpointError(
+            f"{output} holds no drafter to compare with {flags.drafter}; convert again with this"
+            " --drafter to add it"
+        )
     sources: list[PublishedCheckpoint | None] = [None, None]
     if flags.source:
         source = _published(flags.source)
         sources = [source, _drafter(flags, source)]
-    good = True
+        if len(opened) == 2 and sources[1] is None:
+            print(f"{drafter}: no --drafter is given: compared with the hashes taken then only")
+    faults = 0
     with _hashes(flags.hashes) as file:
         for checkpoint, source in zip(opened, sources, strict=False):
             if not isinstance(checkpoint, converted.ConvertedCheckpoint):
@@ -60,8 +67,10 @@ def verify(flags: Any) -> int:
                 checkpoint, source, progress=flags.progress, listener=listen if file else None
             )
             print("\n".join([str(checkpoint.folder), *verdict.lines()]))
-            good = good and verdict.good
-    return 0 if good else 1
+            faults += len(verdict.faults)
+    if len(opened) > 1:
+        print(f"{output}, all in all: {f'NOT EQUAL: {faults} faults' if faults else 'equal'}")
+    return 1 if faults else 0
 
 
 def info(flags: Any) -> int:

@@ -45,6 +45,14 @@ def inspect(folder: Path) -> Info:
         return _bad(kind, str(error))
     details = [*_details(checkpoint)]
     drafter = folder / layout.DRAFTER
+    if isinstance(checkpoint, converted.ConvertedCheckpoint):
+        try:
+            fault = converted.drafter_fault(checkpoint) if _is_target(checkpoint) else None
+        except CheckpointError as error:
+            fault = str(error)
+        if fault:
+            details.append(("fault", fault))
+            return Info(kind=kind, state="damaged", details=tuple(details))
     if drafter.is_dir():
         inside = inspect(drafter)
         details.append(("drafter", f"{inside.kind}, {inside.state}"))
@@ -67,9 +75,13 @@ def _opener(folder: Path, kind: str) -> Callable[[Path], Checkpoint]:
     return converted.open_model if kind == "converted" else hf.open_model
 
 
+def _is_target(checkpoint: Checkpoint) -> bool:
+    return isinstance(checkpoint.config, ModelConfig)
+
+
 def _details(checkpoint: Any) -> list[tuple[str, str]]:
     config = checkpoint.config
-    details = [("role", "target" if isinstance(config, ModelConfig) else "drafter")]
+    details = [("role", "target" if _is_target(checkpoint) else "drafter")]
     sizes = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"
     if isinstance(config, ModelConfig):
         sizes += f", {config.n_routed_experts} experts"

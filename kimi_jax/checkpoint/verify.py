@@ -22,6 +22,7 @@ from kimi_jax.checkpoint import converted, layout, manifest, names
 from kimi_jax.checkpoint.converted import ConvertedCheckpoint
 from kimi_jax.checkpoint.finite import check_finite
 from kimi_jax.checkpoint.hf import PublishedCheckpoint
+from kimi_jax.checkpoint.job import travelling
 from kimi_jax.checkpoint.layout import Stored
 from kimi_jax.checkpoint.names import Expected
 from kimi_jax.checkpoint.place import Box, aligned, whole
@@ -36,6 +37,7 @@ class Verdict:
     """What verifying found, and what it cost."""
 
     faults: list[str] = field(default_factory=list)
+    damaged: set[Path] = field(default_factory=set)  # folders of the output
     tensors: int = 0  # rebuilt from the output and compared
     output_bytes: int = 0
     output_seconds: float = 0.0
@@ -49,6 +51,7 @@ class Verdict:
 
     def add(self, other: Verdict) -> None:
         self.faults += other.faults
+        self.damaged |= other.damaged
         for name in ("tensors", "output_bytes", "output_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("source_tensors", "source_bytes", "source_seconds"):
@@ -70,6 +73,9 @@ class Verdict:
             cost_of_source = cost(self.source_bytes, self.source_seconds)
             lines.append(f"source  {self.source_tensors:,} tensors compared: {cost_of_source}")
         lines.append("equal" if self.good else f"NOT EQUAL: {len(self.faults)} faults")
+        if self.damaged:
+            lines += ["to make what is damaged again, delete it and run the same conversion again:"]
+            lines += [f"  {path}" for path in sorted(self.damaged)]
         return lines
 
 
@@ -96,11 +102,16 @@ def verify(
         a verdict with every fault, by the tensor's name.
     """
     verdict = Verdict(faults=_small_files(output))
-    records = _records(output, verdict.faults)
+    if isinstance(output.config, ModelConfig) and (fault := converted.drafter_fault(output)):
+        verdict.faults.append(fault)
+    records = _records(output, verdict)
     start = time.monotonic()
     with _bar(output.bytes_used, f"verifying {output.folder.name}", progress) as bar:
         for record in records:
+            before = len(verdict.faults)
             _verify_item(output, record, verdict, bar.update, listener)
+            if len(verdict.faults) > before:
+                verdict.damaged.add(layout.item_folder(output.folder, record["item"]))
     verdict.output_bytes = output.bytes_used
     verdict.output_seconds = time.monotonic() - start
     if source is not None:
@@ -121,17 +132,35 @@ def _small_files(output: ConvertedCheckpoint) -> list[str]:
     return faults
 
 
-def _records(output: ConvertedCheckpoint, faults: list[str]) -> list[dict[str, Any]]:
+def _small_files_of_source(output: ConvertedCheckpoint, source: PublishedCheckpoint) -> list[str]:
+    then = output.manifest["files"]
+    now = {path.name: manifest.file_sha256(path) for path in travelling(source.folder)}
+    remedy = "convert again"
+    if now.get("config.json") != output.manifest["source"]["config_sha256"]:
+        remedy += ", into another folder"  # of this one it would be refused
+    return [
+        f"{name} in {source.folder} "
+        + ("is not what was converted" if name in now else "is missing")
+        + f"; {remedy}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _records(output: ConvertedCheckpoint, verdict: Verdict) -> list[dict[str, Any]]:
     records = []
     for item, entry in output.manifest["items"].items():
         path = layout.item_folder(output.folder, item) / layout.RECORD
         try:
             record = manifest.read_sealed(path)
         except CheckpointError as error:
-            faults.append(str(error))
+            verdict.faults.append(str(error))
+            verdict.damaged.add(path.parent)
             continue
         if record["sha256"] != entry["record_sha256"] or record["item"] != item:
-            faults.append(f"{path.relative_to(output.folder)} is not the manifest's: swapped?")
+            where = path.relative_to(output.folder)
+            verdict.faults.append(f"{where} is not the manifest's: swapped?")
+            verdict.damaged.add(path.parent)
         else:
             records.append(record)
     return records
@@ -313,6 +342,7 @@ def _verify_source(
             recorded.setdefault(shard, {}).update(tensors)
     if set(files) != {shard.path.name for shard in source.shards}:
         verdict.faults.append(f"{source.folder} has other files than the source that was converted")
+    verdict.faults += _small_files_of_source(output, source)
     total = sum(shard.path.stat().st_size for shard in source.shards)
     with _bar(total, f"verifying {source.folder.name}", progress) as bar:
         for shard in source.shards:

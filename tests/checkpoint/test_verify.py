@@ -18,6 +18,7 @@ from checkpoint_factory import (
 from conversion import chunk_file, converted, flip_bit
 
 from kimi_jax.checkpoint import hf, layout
+from kimi_jax.checkpoint.info import inspect
 from kimi_jax.checkpoint.read import open_checkpoint, open_drafter
 from kimi_jax.checkpoint.verify import verify
 
@@ -203,3 +204,40 @@ def test_a_changed_configuration_is_found(folders):
     path = output / "config.json"
     path.write_text(path.read_text().replace("1e-05", "2e-05"))
     assert faults(output) == ["config.json is not as it was in the source"]
+
+
+def test_a_drafter_that_was_lost_or_exchanged_is_a_fault(made, tmp_path):
+    output = tmp_path / "output"
+    shutil.copytree(made[0] / "output", output)
+    assert faults(output) == []
+    (output / "drafter").rename(tmp_path / "drafter")
+    [fault] = faults(output)
+    assert "was converted with this model is not there" in fault
+    assert inspect(output).state == "damaged"
+    write_drafter(tmp_path / "draft", tiny_drafter_config(), seed=7)
+    converted(made[0] / "source", tmp_path / "other", tmp_path / "draft")
+    shutil.copytree(tmp_path / "other" / "drafter", output / "drafter")
+    [fault] = faults(output)
+    assert "is another one" in fault
+    shutil.rmtree(output / "drafter")
+    converted(made[0] / "source", output)  # without one, and so it says from now on
+    assert faults(output) == []
+    assert inspect(output).state == "whole"
+
+
+def test_a_small_file_of_the_source_that_changed_is_named(made, folders):
+    source, output = folders
+    (source / "tokenizer_config.json").write_text("{}")
+    [fault] = faults(output, source)
+    assert "tokenizer_config.json in" in fault
+    assert "is not what was converted; convert again" in fault
+
+
+def test_a_damaged_item_is_named_with_the_way_to_make_it_again(made, folders):
+    source, output = folders
+    flip_bit(chunk_file(output, "layers.1", "mlp.experts.down_codes"), 5)
+    verdict = verify(open_checkpoint(output), progress=False)
+    assert verdict.lines()[-1] == f"  {output / 'weights' / 'layers.1'}"
+    shutil.rmtree(output / "weights" / "layers.1")
+    converted(source, output, made[0] / "draft")
+    assert faults(output) == []
