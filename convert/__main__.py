@@ -21,6 +21,12 @@ from absl import flags, logging
 
 COMMANDS = ("plan", "convert", "verify", "info")
 FLAGS = ("source", "output", "drafter", "hashes", "progress")
+USES = {
+    "plan": ("source", "output", "drafter", "progress"),
+    "convert": ("source", "output", "drafter", "progress"),
+    "verify": FLAGS,
+    "info": ("source", "output", "progress"),
+}
 
 flags.DEFINE_string("source", None, "The published folder: config.json and safetensors files.")
 flags.DEFINE_string("output", None, "The converted folder.")
@@ -65,6 +71,7 @@ def leave(*_: object) -> None:
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, leave)
     logging.use_absl_handler()
+    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: names of files may be odd
     flags.FLAGS.set_default("verbosity", logging.WARNING)
     if any(argument in ("--help", "-h", "-help", "--helpfull") for argument in argv[1:]):
         print(__doc__)
@@ -104,10 +111,17 @@ def parse(argv: list[str]) -> str:
     for name in needs.get(command, ()):
         if not values[name].value:
             raise UsageError(f"{command} needs --{name}=FOLDER")
+    for name in FLAGS:
+        if values[name].present and name not in USES[command]:
+            raise UsageError(f"{command} does not take --{name}")
+    if command == "verify" and values.drafter and not values.source:
+        raise UsageError("verify compares with --drafter only beside --source; give both")
     if command == "info" and bool(values.source) == bool(values.output):
         raise UsageError("info needs --source=FOLDER or --output=FOLDER, one of them")
     for name in ("source", "output", "drafter"):
         if folder := values[name].value:
+            if any("\udc80" <= character <= "\udcff" for character in folder):
+                raise UsageError(f"--{name}={folder}: the path is not UTF-8; rename the folder")
             values[name].value = str(Path(folder).expanduser())
     return command
 

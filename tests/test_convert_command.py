@@ -88,6 +88,24 @@ def test_verify_prints_every_pair_of_hashes_and_exits_with_1_at_a_fault(source, 
     assert "NOT EQUAL: 1 faults" in bad.stdout
 
 
+def test_verify_says_what_became_of_the_drafter(source, tmp_path):
+    output = tmp_path / "output"
+    converted(source, output)
+    alone = command("verify", f"--output={output}", f"--source={source}")
+    assert alone.returncode == 0, alone.stderr
+    lost = command(
+        *("verify", f"--output={output}", f"--source={source}", f"--drafter={source / 'drafter'}")
+    )
+    assert lost.returncode == 1
+    assert "holds no drafter to compare" in lost.stderr
+    converted(source, output, source / "drafter")
+    (output / "config.json").write_text((output / "config.json").read_text() + " ")
+    told = command("verify", f"--output={output}", f"--source={source}", "--drafter=")
+    assert told.returncode == 1
+    assert "no --drafter is given" in told.stdout
+    assert told.stdout.splitlines()[-1] == f"{output}, all in all: NOT EQUAL: 1 faults"
+
+
 def test_plan_and_info_only_look(source, tmp_path):
     planned = command("plan", f"--source={source}", f"--output={tmp_path / 'output'}")
     assert planned.returncode == 0, planned.stderr
@@ -106,6 +124,9 @@ def test_plan_and_info_only_look(source, tmp_path):
         (["convrt"], 2, "expected one command of plan, convert, verify, info"),
         (["plan", "--sorce=x"], 2, "Unknown command line flag 'sorce'"),
         (["plan", "--source=/nowhere", "--output=/tmp/x"], 1, "/nowhere is not a folder"),
+        (["info", "--source=x", "--drafter=y"], 2, "info does not take --drafter"),
+        (["verify", "--output=x", "--drafter=y"], 2, "give both"),
+        (["plan", "--source=x", "--output=\udcff"], 2, "the path is not UTF-8"),
     ],
 )
 def test_a_wrong_command_line_is_named(arguments, code, message):
