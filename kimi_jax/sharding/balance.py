@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kimi_jax.model.weights import MoE, Weights
+from kimi_jax.model.weights import Experts, MoE, Weights
 
 
 def placement(counts: np.ndarray, devices: int) -> np.ndarray:
@@ -57,12 +57,21 @@ def unevenness(loads: np.ndarray) -> float:
 
 
 def place(weights: Weights, order: np.ndarray, shardings: Any = None) -> Weights:
-    """Weights whose experts lie in this order; those given are deleted, a layer at a time."""
+    """Weights whose experts lie in this order; those given are deleted, a layer at a time.
+
+    Raises:
+        NotImplementedError: experts that a kernel has brought into an order of its own.
+    """
     rows = iter(order)
     layers = []
     for index, layer in enumerate(weights.layers):
         moe = layer.mlp
         if isinstance(moe, MoE):
+            if not isinstance(moe.experts, Experts):
+                raise NotImplementedError(
+                    f"expert_placement moves experts as the checkpoint has them, not "
+                    f"{type(moe.experts).__name__}: place them before a kernel packs them"
+                )
             places = jnp.asarray(next(rows))
             moving = moe.router, moe.router_bias, moe.experts
             where = None

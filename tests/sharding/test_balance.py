@@ -80,3 +80,12 @@ def test_a_placement_without_experts_split_by_number_is_refused(tmp_path):
         ValueError, match="no experts are split by number here; use it with ep_size"
     ):
         llm._expert_order(tmp_path / "counts.json", TARGET, SINGLE)
+
+
+def test_experts_in_a_kernels_own_order_are_not_moved():
+    weights = target_weights.abstract(TARGET, jnp.float32)
+    [dense, sparse] = weights.layers
+    packed = dataclasses.replace(sparse, mlp=dataclasses.replace(sparse.mlp, experts=(1, 2)))
+    weights = dataclasses.replace(weights, layers=(dense, packed))
+    with pytest.raises(NotImplementedError, match="not tuple: place them before a kernel packs"):
+        balance.place(weights, np.arange(16)[None])

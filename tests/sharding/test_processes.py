@@ -160,7 +160,7 @@ def results(folder: Path, devices: int, count: int, *flags: str) -> list[dict]:
     path = folder / "results.json"
     with running(folder, devices, count, *flags, f"--output_json={path}") as programs:
         for program in programs:
-            assert program.wait(400) == 0, program.err.read_text()
+            assert program.wait(600) == 0, program.err.read_text()
         first, *others = programs
         written = json.loads(path.read_text())
         assert first.out.read_text() == "\n".join(entry["text"] + "\n" for entry in written)
@@ -191,7 +191,7 @@ def test_two_processes_of_four_devices_write_what_one_of_eight_does(tmp_path, sh
 def test_a_process_that_is_killed_ends_the_other_which_names_it(tmp_path, victim):
     flags = (*USUAL, "--sharding=tp", "--max_tokens=3000", "--ignore_eos")
     with running(tmp_path, 4, 2, *flags) as programs:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 600
         while not programs[0].out.read_text():
             assert time.monotonic() < until and programs[0].process.poll() is None
             time.sleep(0.1)
