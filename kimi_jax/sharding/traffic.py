@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -52,6 +53,7 @@ def abstract_layout(shape: Shape) -> Layout:
     )
 
 
+@functools.cache
 def busiest(config: ModelConfig, rows: int, devices: int) -> float:
     """Expected number of different experts of a layer on the device that has most to read.
 
