@@ -6,13 +6,15 @@ links favour `tp`; over slow links it pays to split the experts alone and to lea
 attention to one device. `python3 -m kimi_jax.sharding.auto` prints the README's table.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from kimi_jax.config import DRAFTER_PRESETS, PRESETS, DrafterConfig, ModelConfig
 from kimi_jax.model import weights as target_weights
 from kimi_jax.sharding import traffic
-from kimi_jax.sharding.layout import SINGLE, Layout
+from kimi_jax.sharding.layout import SINGLE
 from kimi_jax.sharding.mesh import Shape
 from kimi_jax.sharding.preflight import SIZES, Report, Timing
 from kimi_jax.speculation import weights as drafter_weights
@@ -70,14 +72,10 @@ def choose(
     """
     times, reasons = {}, {}
     for name, shape in presets(devices).items():
-        layout = traffic.abstract_layout(shape)
-        target = target_weights.describe(config, jnp.bfloat16)
-        try:
-            layout.specs(target)
-        except ValueError as error:
-            reasons[name] = str(error)
+        held = _held(config, drafter, shape)
+        if isinstance(held, str):
+            reasons[name] = held
             continue
-        held = layout.device_bytes(target) + _drafter_bytes(layout, drafter)
         if held > WEIGHTS_SHARE * usable:
             reasons[name] = f"{held / 1e9:.1f} GB of weights for {usable / 1e9:.1f} GB a device"
             continue
@@ -92,16 +90,24 @@ def choose(
     return name, times[name][1]
 
 
-def _drafter_bytes(layout: Layout, drafter: DrafterConfig | None) -> int:
-    """Of a device's part; a drafter that cannot be split lies whole on each."""
+@functools.cache
+def _held(config: ModelConfig, drafter: DrafterConfig | None, shape: Shape) -> int | str:
+    """Bytes of weights on each device of a mesh, or why the model does not divide over it."""
+    layout = traffic.abstract_layout(shape)
+    target = target_weights.describe(config, jnp.bfloat16)
+    try:
+        layout.specs(target)
+    except ValueError as error:
+        return str(error)
+    held = layout.device_bytes(target)
     if drafter is None:
-        return 0
+        return held
     described = drafter_weights.describe(drafter, jnp.bfloat16)
     try:
         layout.specs(described)
     except ValueError:
-        layout = SINGLE
-    return layout.device_bytes(described)
+        layout = SINGLE  # a drafter that cannot be split lies whole on each
+    return held + layout.device_bytes(described)
 
 
 def assumed(latency: float, rate: float) -> Report:

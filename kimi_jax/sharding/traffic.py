@@ -70,6 +70,7 @@ def busiest(config: ModelConfig, rows: int, devices: int) -> float:
     return most / DRAWS
 
 
+@functools.cache
 def step(
     config: ModelConfig,
     drafter: DrafterConfig | None,
