@@ -118,6 +118,11 @@ group(
     (number, "ep_size", None, "How many of them split the experts by number, not by width."),
     (number, "data_parallel_size", None, "Copies, each for its own sequences (--dp_size)."),
     (switch, "enable_expert_parallel", False, "vLLM's way to say --ep_size of all devices."),
+    (text, "expert_placement", None, "Spread experts by this histogram of --expert_histogram."),
+    (text, "expert_histogram", None, "File for how often each expert was chosen in this run."),
+    (text, "coordinator_address", None, "HOST:PORT of process 0, where several processes meet."),
+    (number, "num_processes", None, "How many they are; all get the same flags but the next."),
+    (number, "process_id", None, "This one's number; 0 reads the prompts and prints."),
 )
 for alias, name in (
     ("tp_size", "tensor_parallel_size"),
@@ -158,12 +163,20 @@ def check(values: flags.FlagValues) -> None:
     sources += ["interactive"] if values.interactive else []
     if len(sources) > 1:
         raise arguments.UsageError(f"--{sources[0]} and --{sources[1]} exclude each other")
-    for name in ("model", "drafter", "prompt_file", "output_json", "profile_dir"):
+    for name in (
+        "model",
+        "drafter",
+        "prompt_file",
+        "output_json",
+        "profile_dir",
+        "expert_histogram",
+    ):
         if values[name].value == "":
             raise arguments.UsageError(f"--{name} is empty (an unset variable?)")
     if values.profile_steps < 1:
         raise arguments.UsageError(f"--profile_steps={values.profile_steps}: expected at least 1")
-    if not sources and not values.dry_run and not values.tune and sys.stdin.isatty():
+    reads = not values.process_id  # only process 0 does, of several
+    if reads and not sources and not values.dry_run and not values.tune and sys.stdin.isatty():
         raise arguments.UsageError("no prompt: give --prompt, --prompt_file or --interactive")
     if values.interactive and values.output_json:
         raise arguments.UsageError("--interactive and --output_json exclude each other")

@@ -5,6 +5,7 @@ Names are vLLM's where vLLM has the thing.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -19,7 +20,14 @@ from kimi_jax.checkpoint.read import Checkpoint, open_checkpoint, open_drafter
 from kimi_jax.config import PRESETS, DrafterConfig, ModelConfig
 from kimi_jax.engine import plan as planning
 from kimi_jax.engine import tuning
-from kimi_jax.engine.budget import UNTUNED, AutoBudget, Budget, FixedBudget, bucket_for
+from kimi_jax.engine.budget import (
+    UNTUNED,
+    AutoBudget,
+    Budget,
+    FixedBudget,
+    StepTimes,
+    bucket_for,
+)
 from kimi_jax.engine.compiling import enable_persistent_cache
 from kimi_jax.engine.loop import Engine
 from kimi_jax.engine.outputs import Output, Stats, Usage
@@ -33,8 +41,10 @@ from kimi_jax.model.kernels import Request as KernelRequest
 from kimi_jax.model.kernels import choose as choose_kernels
 from kimi_jax.model.kernels import prepare as prepare_weights
 from kimi_jax.sampling import SamplingParams
+from kimi_jax.sharding import auto, balance, preflight
 from kimi_jax.sharding.layout import SINGLE, Layout
-from kimi_jax.sharding.mesh import make_layout, resolve
+from kimi_jax.sharding.mesh import Shape, make_layout, resolve
+from kimi_jax.sharding.processes import ALONE, Processes
 from kimi_jax.speculation import weights as drafter_weights
 from kimi_jax.step import StepPlan
 from kimi_jax.text.template import render
@@ -84,6 +94,8 @@ class Setup:
     tree_budget: int | None  # None: chosen as it runs
     layout: Layout = SINGLE
     kernels: Kernels = REFERENCE
+    processes: Processes = ALONE
+    expert_order: np.ndarray | None = None  # [L_moe, E], see `sharding.balance.placement`
 
     @property
     def is_bundled(self) -> bool:
@@ -133,7 +145,20 @@ class Setup:
             return FixedBudget(0)
         if self.tree_budget is not None:
             return FixedBudget(self.tree_budget)
-        return AutoBudget(tuning.load(self.tuning_key, self.options.max_num_seqs))
+        return AutoBudget(self._step_times)
+
+    @functools.cached_property
+    def _step_times(self) -> StepTimes | None:
+        """What process 0 has measured before."""
+        times = self.processes.decide(
+            lambda: [
+                [*where, seconds]
+                for where, seconds in (
+                    tuning.load(self.tuning_key, self.options.max_num_seqs) or {}
+                ).items()
+            ]
+        )
+        return {(bucket, count): seconds for bucket, count, seconds in times} or None
 
     @property
     def tuning_key(self) -> str:
@@ -173,6 +198,8 @@ def set_up(
     ep_size: int | None = None,
     data_parallel_size: int | None = None,
     kernels: KernelRequest = "auto",
+    expert_placement: str | Path | None = None,
+    processes: Processes = ALONE,
 ) -> Setup:
     """Checks a model's folder and this machine against each other, and reads no weights.
 
@@ -190,13 +217,17 @@ def set_up(
       gpu_memory_utilization: share of the memory that may be used.
       max_logprobs: the most that a request may ask for.
       seed: for requests without one, see `engine.request.noise_seed`.
-      sharding: "auto", "single", "tp", "ep", "mixed", "data" or "context": how several devices
-        share the work, see `sharding.mesh.resolve`, also for the sizes.
+      sharding: "single", "tp", "ep", "mixed", "data" or "context": how several devices share the
+        work, see `sharding.mesh.resolve`, also for the sizes. "auto": as the sizes say; without
+        any, one device if the weights fit there, else what `sharding.auto` chooses for all GPUs.
       tensor_parallel_size: devices that share a copy of the model.
       ep_size: how many of them split the experts by number; the rest split them by width.
       data_parallel_size: copies of the model, each with sequences of its own.
       kernels: "auto" runs experts and attention on the Pallas kernels where these serve the device,
         the sizes and the dtype; "mosaic" insists on them, "reference" on plain JAX.
+      expert_placement: a histogram of the experts that were chosen (`sharding.balance.save`); where
+        experts are split by number, they are spread over the devices by it.
+      processes: what `sharding.processes.join` gave, if several processes run this together.
 
     Raises:
       ValueError: an unsupported configuration or a damaged folder, by name; a size that cannot be.
@@ -222,14 +253,22 @@ def set_up(
     tokenizer = None
     if (folder / "tiktoken.model").exists() or load_format == "auto":
         tokenizer = Tokenizer.from_folder(folder, vocab_size=config.vocab_size)
-    shape = resolve(
-        sharding,
-        tensor_parallel_size=tensor_parallel_size,
-        ep_size=ep_size,
-        data_parallel_size=data_parallel_size,
-        num_devices=jax.device_count(),
-    )
+    sizes = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "ep_size": ep_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    if sharding == "auto" and not any(sizes.values()):
+        sequences = max_num_seqs or planning.DEFAULT_SEQS["gpu"]
+        shape = _automatic(
+            config, draft, memory, processes, sequences=sequences, nodes=top if draft else 0
+        )
+    else:
+        shape = resolve(sharding, **sizes, num_devices=jax.device_count())
+        _check_links(shape, memory, processes)
     layout = _fit(make_layout(shape), config, draft)
+    _check_processes(layout, processes)
+    memory = dataclasses.replace(memory, usable=processes.decide(lambda: memory.usable))
     if memory.platform == "cpu":  # its devices share one memory
         memory = dataclasses.replace(memory, usable=memory.usable // layout.num_devices)
     if kernels not in KERNEL_REQUESTS:
@@ -276,7 +315,83 @@ def set_up(
         tree_budget=None if tree_budget == "auto" else tree_budget,
         layout=layout,
         kernels=chosen,
+        processes=processes,
+        expert_order=_expert_order(expert_placement, config, layout),
     )
+
+
+def _expert_order(path: str | Path | None, config: ModelConfig, layout: Layout):
+    if path is None:
+        return None
+    devices = layout.group("expert").size
+    if devices == 1:
+        raise ValueError(
+            f"expert_placement={path}: no experts are split by number here; use it with ep_size > 1"
+        )
+    counts = balance.read(path, config.num_moe_layers, config.n_routed_experts)
+    order = balance.placement(counts, devices)
+    before, after = (
+        balance.unevenness(balance.load(counts, devices, how)) for how in (None, order)
+    )
+    logging.info(
+        "experts by %s: the busiest of %d devices has %.3f of the mean load, %.3f in order of id",
+        *(path, devices, after, before),
+    )
+    return order
+
+
+def _automatic(
+    config: ModelConfig,
+    drafter: DrafterConfig | None,
+    memory: planning.Memory,
+    processes: Processes,
+    *,
+    sequences: int,
+    nodes: int,
+) -> Shape:
+    """One device if the weights fit there, else all GPUs, by their links."""
+    weights = target_weights.num_bytes(target_weights.abstract(config, jnp.bfloat16))
+    count = jax.device_count()
+    several = memory.platform == "gpu" and count > 1 and processes.count == 1
+    if not several or weights < auto.WEIGHTS_SHARE * memory.usable:
+        return Shape()
+    name, shape = auto.choose(
+        config,
+        drafter,
+        preflight.ensure(memory.device, count),
+        devices=count,
+        kind=memory.device,
+        usable=memory.usable,
+        sequences=sequences,
+        nodes=nodes,
+    )
+    logging.info("sharding=auto takes %s on %d devices", name, count)
+    return shape
+
+
+def _check_links(shape: Shape, memory: planning.Memory, processes: Processes) -> None:
+    """GPUs that are to work together must be able to talk to each other."""
+    if shape.num_devices == 1 or memory.platform != "gpu":
+        return
+    if processes.count > 1:
+        logging.warning("the links between processes are not measured before they are used")
+    else:
+        preflight.ensure(memory.device, jax.device_count())
+
+
+def _check_processes(layout: Layout, processes: Processes) -> None:
+    """Every process must have joined, and have devices of the mesh."""
+    if jax.process_count() != processes.count:
+        raise ValueError(
+            f"{jax.process_count()} processes of jax.distributed run here, and {processes.count} "
+            "decide together: begin with kimi_jax.sharding.processes.join"
+        )
+    idle = sorted(set(range(processes.count)) - layout.processes)
+    if processes.count > 1 and idle:
+        raise ValueError(
+            f"a mesh of {layout.num_devices} devices leaves process {idle[0]} without work: ask "
+            f"for all {jax.device_count()} devices of the {processes.count} processes (--sharding)"
+        )
 
 
 def _fit(layout: Layout, config: ModelConfig, drafter: DrafterConfig | None) -> Layout:
@@ -343,8 +458,8 @@ class LLM:
         enable_persistent_cache()
         if setup.layout.num_devices > 1:
             logging.warning(
-                "running on %d devices: not every preset has been compared with one device yet, "
-                "see the README's limits",
+                "running on %d devices: compared with one device in simulation only, see the "
+                "README's limits",
                 setup.layout.num_devices,
             )
         programs = Programs(
@@ -359,6 +474,8 @@ class LLM:
             *(setup.checkpoint, target_weights, setup.config),
             *(place(layout.specs(canonical)), layout.device_bytes(canonical), progress),
         )
+        if setup.expert_order is not None:
+            weights = balance.place(weights, setup.expert_order, place(layout.specs(canonical)))
         weights = prepare_weights(weights, canonical, setup.kernels, layout)
         drafter = None
         if setup.drafter is None:
@@ -369,7 +486,14 @@ class LLM:
                 *(source, drafter_weights, setup.drafter),
                 *(place(programs.specs.drafter), setup.plan.drafter_bytes, progress),
             )
-        self.engine = Engine(programs, weights, drafter, setup.tokenizer, budget=setup.budget())
+        self.engine = Engine(
+            programs,
+            weights,
+            drafter,
+            setup.tokenizer,
+            budget=setup.budget(),
+            processes=setup.processes,
+        )
         self.engine.warm_up(*first)
         programs.start(*plans)
         self._outputs: dict[int, collections.deque[Output]] = {}
@@ -463,6 +587,18 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits, float32 [T, VOCAB]: row t is what follows token t."""
         return self.engine.score([int(token) for token in token_ids])
+
+    def expert_counts(self, token_ids: Sequence[int]) -> np.ndarray:
+        """How often each expert is chosen over these tokens, teacher-forced: int [L_moe, E]."""
+        chosen = self.engine.routes([int(token) for token in token_ids])
+        experts = self.setup.config.n_routed_experts
+        counts = np.stack([np.bincount(layer.reshape(-1), minlength=experts) for layer in chosen])
+        order = self.setup.expert_order
+        if order is None:
+            return counts
+        by_expert = np.empty_like(counts)
+        np.put_along_axis(by_expert, order, counts, axis=1)
+        return by_expert
 
     def _add(self, request: Request) -> int:
         index = self.engine.add(request)

@@ -15,6 +15,7 @@ generated token comes out of an ordinary step, and at every moment a sequence ha
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -369,9 +370,10 @@ def decode_steps(
 
     ins = Specs(plan)
     outs = ins.state, plan.layout.spec("any", "slots")
-    return plan.layout.spmd(run, (ins.weights, ins.drafter, ins.state, ins.slots), outs)(
+    state, output = plan.layout.spmd(run, (ins.weights, ins.drafter, ins.state, ins.slots), outs)(
         weights, drafter, state, control
     )
+    return state, plan.layout.readable(output)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
@@ -439,6 +441,43 @@ def score(
 
     Groups along `data` take chunks of their own, as in `prefill`: logits [groups, C, VOCAB] then.
     """
+
+    def logits(weights: Weights, chunk: transformer.Chunk) -> jax.Array:
+        return transformer.unembed(weights, plan.model, chunk.hidden)
+
+    where = page_row, tokens, start, count
+    return _forced(weights, latent, where, logits, ("rows", "vocab"), plan)
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="latent")
+def routes(
+    weights: Weights,
+    latent: jax.Array,
+    page_row: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    plan: StepPlan,
+) -> tuple[jax.Array, jax.Array]:
+    """As `score`, with the experts that the rows choose, int32 [C, L_moe, K], for logits."""
+
+    def experts(weights: Weights, chunk: transformer.Chunk) -> jax.Array:
+        return chunk.experts.swapaxes(0, 1)
+
+    where = page_row, tokens, start, count
+    return _forced(weights, latent, where, experts, ("rows",), plan)
+
+
+def _forced(
+    weights: Weights,
+    latent: jax.Array,
+    where: tuple[jax.Array, ...],
+    of: Callable[[Weights, transformer.Chunk], jax.Array],
+    axes: tuple[str, ...],
+    plan: StepPlan,
+) -> tuple[jax.Array, jax.Array]:
+    """Sends a chunk through the model: what `of` makes of it, with these axes, and the pages."""
     layout = plan.layout
 
     def run(weights, latent, page_row, tokens, start, count):
@@ -446,16 +485,16 @@ def score(
         chunk = transformer.forward_chunk(
             weights, plan.model, latent, page_row, tokens, start, count, (), layout
         )
-        logits = transformer.unembed(weights, plan.model, chunk.hidden)
-        return (logits if layout.data_size == 1 else logits[None]), chunk.latent
+        rows = of(weights, chunk)
+        return (rows if layout.data_size == 1 else rows[None]), chunk.latent
 
     ins = Specs(plan)
-    chunk = (ins.slots,) * 4
-    axes = ("rows", "vocab") if layout.data_size == 1 else ("slots", "rows", "vocab")
+    axes = axes if layout.data_size == 1 else ("slots", *axes)
     outs = layout.spec(*axes), ins.state.cache.latent
-    return layout.spmd(run, (ins.weights, ins.state.cache.latent, *chunk), outs)(
-        weights, latent, page_row, tokens, start, count
+    rows, latent = layout.spmd(run, (ins.weights, ins.state.cache.latent, *(ins.slots,) * 4), outs)(
+        weights, latent, *where
     )
+    return layout.readable(rows), latent
 
 
 def _write(

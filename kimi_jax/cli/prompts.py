@@ -21,6 +21,14 @@ class Job:
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     thinking: bool | None = None
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Job":
+        """From its fields, which may have been JSON in between: its keys are strings."""
+        sampling = dict(fields["sampling"])
+        if "logit_bias" in sampling:
+            sampling["logit_bias"] = {int(id): v for id, v in sampling["logit_bias"].items()}
+        return cls(**{**fields, "sampling": sampling})
+
     def request(self, setup: Setup, sampling: Mapping[str, Any], thinking: bool | None):
         """The engine's request: the model's own sampling, then the command line's, then its own.
 

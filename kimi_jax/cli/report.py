@@ -41,19 +41,19 @@ def as_json(
     return entry
 
 
-def check_writable(path: str) -> None:
-    """Raises ValueError before any long work if a report cannot be written there."""
+def check_writable(path: str, flag: str = "output_json") -> None:
+    """Raises ValueError before any long work if a flag's file cannot be written."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise ValueError(f"--output_json={path}: there is no folder {folder}")
+        raise ValueError(f"--{flag}={path}: there is no folder {folder}")
     if Path(path).is_dir():
-        raise ValueError(f"--output_json={path} is a folder; give a file, or '-' for stdout")
+        raise ValueError(f"--{flag}={path} is a folder; give a file")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
-            f"--output_json={path}: the folder {folder} cannot be written to ({error.strerror})"
+            f"--{flag}={path}: the folder {folder} cannot be written to ({error.strerror})"
         ) from error
 
 

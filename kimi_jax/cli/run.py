@@ -1,17 +1,20 @@
 """One run of main.py: set up, load, generate while text streams out, report."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+import numpy as np
 from absl import logging
 from tqdm import tqdm
 
@@ -24,6 +27,8 @@ from kimi_jax.engine.outputs import Output
 from kimi_jax.engine.programs import COMPILE_THREAD
 from kimi_jax.engine.request import Request
 from kimi_jax.llm import LLM, Message, Result, Setup, gather, set_up
+from kimi_jax.sharding import balance
+from kimi_jax.sharding.processes import Processes, join
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -150,17 +155,52 @@ class Trace:
 
 
 def run(flags: Any) -> int:
-    """Does what the flags say; returns the exit code.
+    """Does what the flags say, with the other processes if there are any; returns the exit code.
 
     Raises ValueError, NotImplementedError or OSError with a message for the user, before any long
     work where that is possible.
     """
-    if flags.output_json and flags.output_json != "-":
+    processes = join(flags.coordinator_address, flags.num_processes, flags.process_id)
+    if processes.count > 1:
+        keep_stdout()
+    if not processes.first:
+        logging.set_verbosity(logging.WARNING)
+    try:
+        code = run_in(processes, flags)
+    except Exception as error:
+        if processes.count == 1:
+            raise
+        if isinstance(error, RuntimeError):
+            traceback.print_exception(error)
+        processes.fail(error)
+    processes.leave()
+    return code
+
+
+def keep_stdout() -> None:
+    """For texts alone: the library through which CPUs talk prints there, and now does on stderr."""
+    sys.stdout.flush()
+    stream = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(2, 1)
+    sys.stdout = stream
+
+
+def run_in(processes: Processes, flags: Any) -> int:
+    """`run`, as one of these processes; process 0 reads the prompts, prints and writes."""
+    if processes.count > 1 and (flags.interactive or flags.tune):
+        name = "--interactive" if flags.interactive else "--tune"
+        raise NotImplementedError(f"{name} runs in one process; there are {processes.count} here")
+    if flags.output_json and flags.output_json != "-" and processes.first:
         report.check_writable(flags.output_json)
+    if flags.expert_histogram and processes.first:
+        report.check_writable(flags.expert_histogram, "expert_histogram")
     if flags.profile_dir:
         prepare_folder(flags.profile_dir)
     speculation = speculating.options(flags)
-    jobs = [] if flags.dry_run or flags.interactive or flags.tune else read_jobs(flags)
+    jobs = []
+    if not (flags.dry_run or flags.interactive or flags.tune):
+        read = processes.decide(lambda: [dataclasses.asdict(job) for job in read_jobs(flags)])
+        jobs = [Job.of(job) for job in read]
     setup = set_up(
         flags.model,
         dtype=flags.dtype,
@@ -177,10 +217,13 @@ def run(flags: Any) -> int:
         ep_size=expert_parallel_size(flags),
         data_parallel_size=flags.data_parallel_size,
         kernels=flags.kernels,
+        expert_placement=flags.expert_placement,
+        processes=processes,
         **speculation,
     )
     if flags.dry_run:
-        print(describe(setup))
+        if processes.first:
+            print(describe(setup))
         return 0
     if flags.tune:
         tune(setup)
@@ -193,7 +236,7 @@ def run(flags: Any) -> int:
         llm = load(setup, requests)
         interrupt.generating = True
         code = batch(flags, llm, requests, interrupt)
-    if code == 0:
+    if code == 0 and processes.first:
         finish_compiling()
     return code
 
@@ -300,8 +343,10 @@ def finish_compiling() -> None:
 
 def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrupt) -> int:
     """Generates for all requests, reports, and returns the exit code."""
-    quiet = flags.output_json == "-"
-    trace = Trace(flags.profile_dir, flags.profile_steps, llm.setup.options.steps_per_call)
+    first = llm.setup.processes.first
+    quiet = flags.output_json == "-" or not first
+    folder = flags.profile_dir if first else None
+    trace = Trace(folder, flags.profile_steps, llm.setup.options.steps_per_call)
     printer = Printer(None if quiet else sys.stdout, len(requests))
     started = time.perf_counter()
     code = 0
@@ -310,7 +355,7 @@ def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrup
         bar = tqdm(
             total=len(requests),
             unit="prompt",
-            disable=len(requests) == 1 or (sys.stdout.isatty() and not quiet),
+            disable=len(requests) == 1 or not first or (sys.stdout.isatty() and not quiet),
         )
         with bar:
             for number, output in generate(llm, requests, outputs, interrupt, trace):
@@ -326,6 +371,10 @@ def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrup
     if interrupt.requested and code == 0:
         code = INTERRUPTED
     results = [gather(*pair) for pair in zip(requests, outputs, strict=True)]
+    if flags.expert_histogram:
+        count_experts(flags.expert_histogram, llm, results)
+    if not first:
+        return code
     stages = stage_ms(flags, llm, requests, trace)
     if flags.output_json:
         wants = [request.params.logprobs is not None for request in requests]
@@ -342,6 +391,22 @@ def batch(flags: Any, llm: LLM, requests: Sequence[Request], interrupt: Interrup
         # What stdout still buffers has no reader: keep the interpreter from flushing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
+
+
+def count_experts(path: str, llm: LLM, results: Sequence[Result]) -> None:
+    """Writes how often each expert was chosen over prompts and answers, and tells the balance."""
+    texts = [[*result.prompt_token_ids, *result.token_ids] for result in results]
+    longest = llm.setup.options.max_model_len
+    counts = np.sum([llm.expert_counts(text[:longest]) for text in texts], axis=0)
+    if not llm.setup.processes.first:
+        return
+    balance.save(path, counts)
+    layout = llm.setup.layout
+    loads = balance.load(counts, layout.group("expert").size, llm.setup.expert_order)
+    logging.info(
+        "choices of experts written to %s; by device: %s, the busiest has %.3f of the mean",
+        *(path, loads.sum(axis=0).tolist(), balance.unevenness(loads)),
+    )
 
 
 def stage_ms(
@@ -377,7 +442,9 @@ def generate(
     numbers = {engine.add(request): number for number, request in enumerate(requests)}
     outputs.extend([] for _ in requests)
     while engine.busy:
-        if interrupt.requested:
+        # Ctrl-C may reach process 0 alone, or each of them at another moment.
+        if llm.setup.processes.decide(lambda: interrupt.requested):
+            interrupt.requested = True
             ended = [engine.abort(index) for index in numbers]
             step = [output for output in ended if output is not None]
         else:

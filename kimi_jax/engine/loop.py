@@ -13,9 +13,9 @@ depend on its seed and positions only.
 """
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from absl import logging
 
 from kimi_jax.engine.budget import Budget, Choice, FixedBudget
 from kimi_jax.engine.outputs import Output, TextStream
-from kimi_jax.engine.programs import Programs
+from kimi_jax.engine.programs import Program, Programs
 from kimi_jax.engine.request import (
     Phase,
     Request,
@@ -37,6 +37,7 @@ from kimi_jax.engine.request import (
 from kimi_jax.engine.slots import PagePool, pages_for
 from kimi_jax.model.weights import Weights
 from kimi_jax.sampling import SamplingParams
+from kimi_jax.sharding.processes import ALONE, Processes
 from kimi_jax.speculation.weights import DrafterWeights
 from kimi_jax.step import StepOutput, StepPlan
 from kimi_jax.text.parser import Parser
@@ -59,11 +60,13 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         budget: Budget | None = None,
+        processes: Processes = ALONE,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """tokenizer None: outputs have token ids and no text, and stop strings are refused.
 
-        budget: how many tree nodes sequences get; None: none, which is plain decoding.
+        budget: how many tree nodes sequences get; None: none, which is plain decoding. With several
+        `processes` each has an engine, and makes the same calls.
         """
         self.programs = programs
         self.options = programs.options
@@ -71,6 +74,7 @@ class Engine:
         self._drafter = drafter
         self._tokenizer = tokenizer
         self._clock = clock
+        self._processes = processes
         self._budget = budget or FixedBudget(0)
         self._depth = programs.plan(budget=max(self._budget.buckets)).depth
         self._state = programs.new_state()
@@ -85,6 +89,7 @@ class Engine:
         self._ended: list[Output] = []
         self._next_id = 0
         self._prefilled = False  # whether the current step has sent prompts to the device
+        self._met: set[StepPlan | str] = set()
         self._drafts = self._accepted = 0
         self._warned = False
 
@@ -114,6 +119,7 @@ class Engine:
     def warm_up(self, *plans: StepPlan) -> None:
         """Builds the programs and runs each once with idle slots, so that no first use is slow."""
         self.programs.warm_up(*plans)
+        self._meet("prefill")
         blank = np.zeros(self.options.prefill_chunk, np.int32)
         chunk = self.programs.chunk(0, self._table.page_row(0), blank, 0, 0)
         self._state = self.programs.prefill(self._weights, self._drafter, self._state, *chunk)
@@ -166,6 +172,15 @@ class Engine:
         It borrows free pages of the cache, between two steps. Raises ValueError if the tokens are
         none, outside the vocabulary, or more than the context or the free pages hold.
         """
+        return np.concatenate(self._forced(tokens, "score", self.programs.score))
+
+    def routes(self, tokens: list[int]) -> np.ndarray:
+        """The experts that each token chooses, int32 [L_moe, T, K]; otherwise like `score`."""
+        parts = self._forced(tokens, "routes", self.programs.routes)
+        return np.concatenate(parts).swapaxes(0, 1)
+
+    def _forced(self, tokens: list[int], name: str, program: Program) -> list[np.ndarray]:
+        """Sends tokens through a program, chunk by chunk; its rows of each chunk's real tokens."""
         check_tokens(tokens, self.programs.model)
         if len(tokens) > self.options.max_model_len:
             raise ValueError(
@@ -182,11 +197,14 @@ class Engine:
                 part, count = self._chunk(tokens, start)
                 chunk = self.programs.chunk(group, row, part, start, count)
                 cache = self._state.cache
-                logits, latent = self.programs.score(self._weights, cache.latent, *chunk)
-                self._state = replace(self._state, cache=replace(cache, latent=latent))
-                mine = logits if len(self._pools) == 1 else logits[group]
+                self._meet(name)
+                rows, latent = program(self._weights, cache.latent, *chunk)
+                self._state = dataclasses.replace(
+                    self._state, cache=dataclasses.replace(cache, latent=latent)
+                )
+                mine = rows if len(self._pools) == 1 else rows[group]
                 parts.append(np.asarray(mine)[:count])
-            return np.concatenate(parts)
+            return parts
         finally:
             self._pools[group].release(pages)
 
@@ -405,7 +423,13 @@ class Engine:
             return []
         plans = self._plans(ready)
         built = [bucket for bucket, plan in plans.items() if self.programs.built(plan)]
-        choice = self._budget.choose([sequence.id for sequence in ready], built)
+        # By the clock, and by what is compiled: process 0's.
+        bucket, chosen = self._processes.decide(
+            lambda: dataclasses.astuple(
+                self._budget.choose([sequence.id for sequence in ready], built)
+            )
+        )
+        choice = Choice(bucket=bucket, nodes=tuple(chosen))
         nodes = dict(zip(ready, choice.nodes, strict=True))
         for sequence in self._decoding():
             self._table.set(
@@ -446,10 +470,17 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepOutput:
         """One call; its outputs as numpy arrays with a leading axis of steps."""
         program = self.programs.decode(plan)
+        self._meet(plan)
         self._state, output = program(
             self._weights, self._drafter, self._table.place(self._state), self._table.control()
         )
         return jax.device_get(output)
+
+    def _meet(self, program: StepPlan | str) -> None:
+        """Before a program's first call: the other processes have compiled it, too."""
+        if program not in self._met:
+            self._met.add(program)
+            self._processes.meet()
 
     def _collect(self, sequence: Sequence, host: StepOutput, begin: float) -> Output:
         """Takes a sequence's share of a call's outputs, up to where it ends."""

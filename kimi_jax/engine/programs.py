@@ -153,6 +153,12 @@ class Programs:
         self._start("score", self._build_score)
         return self._futures["score"].result()
 
+    @property
+    def routes(self) -> Program:
+        """As `score`, with the rows' experts [C, L_moe, K] in place of logits."""
+        self._start("routes", lambda: self._build_score(step.routes))
+        return self._futures["routes"].result()
+
     def new_state(self) -> State:
         """An empty cache and idle slots; every device makes its own part."""
         return jax.tree.map(
@@ -197,9 +203,9 @@ class Programs:
             *self._weights(), self._state(), *self._chunk(), plan=self.plan()
         ).compile()
 
-    def _build_score(self) -> Program:
+    def _build_score(self, function: Any = step.score) -> Program:
         logging.info("compiling scoring, %d tokens a call", self.options.prefill_chunk)
-        return step.score.lower(
+        return function.lower(
             *(self._weights()[0], self._state().cache.latent, *self._chunk()),
             plan=self.plan(),
         ).compile()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kimi_jax.model.param import Param
@@ -102,6 +103,17 @@ class Layout:
         return jax.tree.map(
             self.sharding, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
+
+    @property
+    def processes(self) -> set[int]:
+        """Numbers of the processes whose devices these are."""
+        return {device.process_index for device in self.mesh.devices.flat} if self.mesh else set()
+
+    def readable(self, arrays: Any) -> Any:
+        """Results of a compiled function, as every process can read them."""
+        if len(self.processes) < 2:
+            return arrays
+        return lax.with_sharding_constraint(arrays, self.sharding(PartitionSpec()))
 
     def spmd(self, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
         """`function` of each device's parts; on one device the function itself."""

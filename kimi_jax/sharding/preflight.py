@@ -21,6 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+from absl import logging
+
 FOLDER_VARIABLE = "KIMI_JAX_PREFLIGHT"
 """Environment variable: folder of the results."""
 
@@ -85,6 +88,15 @@ class Report:
             rows.append(f"{list(devices)}: " + ", ".join(cells) + " GB/s")
         return rows
 
+    def seconds(self, size: float) -> float:
+        """Of a sum of `size` bytes over all devices, between and beyond the measured sizes."""
+        everyone = max((timing.devices for timing in self.timings), key=len)
+        of_all = [timing for timing in self.timings if timing.devices == everyone]
+        sizes, times = [t.size for t in of_all], [t.seconds for t in of_all]
+        if size > sizes[-1]:
+            return times[-1] * size / sizes[-1]
+        return float(np.interp(size, sizes, times))
+
     @property
     def usable(self) -> bool:
         """Whether every group answered, rightly."""
@@ -101,7 +113,6 @@ def measure(devices: Sequence[int], sizes: Sequence[int] = SIZES) -> Iterator[Ti
     """Times all-reduces over these devices, ids among `jax.devices()`; in this process."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     everyone = jax.devices()
@@ -149,7 +160,11 @@ def _measure_until_hang(
     command: list[str], todo: list[tuple[int, ...]], timings: list[Timing], hangs_after: float
 ) -> int:
     """Adds to `timings`; returns how many groups were finished."""
-    child = subprocess.Popen([*command, json.dumps(todo)], stdout=subprocess.PIPE, text=True)
+    # Another process may have taken most of the memory, and this one needs little.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    child = subprocess.Popen(
+        [*command, json.dumps(todo)], stdout=subprocess.PIPE, text=True, env=env
+    )
     lines: queue.Queue[str | None] = queue.Queue()
     assert child.stdout is not None
     stream = child.stdout
@@ -207,6 +222,25 @@ def load(kind: str, count: int) -> Report | None:
         return Report(timings=tuple(timings), hung=tuple(tuple(group) for group in kept["hung"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def ensure(kind: str, count: int) -> Report:
+    """The kept result for these devices of this machine, or a new one, before they work together.
+
+    Raises:
+      ValueError: traffic that hangs or goes wrong, with what to do about it.
+    """
+    report = load(kind, count)
+    if report is None:
+        logging.info("measuring the links between %d x %s, once", count, kind)
+        report = run(count)
+        if report.usable:  # what is not is measured again: it may have been put right
+            save(report, kind, count)
+    if not report.usable:
+        raise ValueError("\n".join(report.advice()))
+    for line in report.advice():
+        logging.warning("%s", line)
+    return report
 
 
 def versions() -> str:

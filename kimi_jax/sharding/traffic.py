@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -25,7 +26,7 @@ EIGHT = {
     "ep": Shape(expert=8),
     "mixed": Shape(expert=4, tensor=2),
     "context": Shape(tensor=8, split_context=True),
-    "data, ep_size=8": Shape(data=8, experts_over_data=True),
+    "data_parallel_size=8, ep_size=8": Shape(data=8, experts_over_data=True),
 }
 """The presets on eight devices; K2.6 with its experts whole on each (`data` alone) does not fit."""
 
@@ -38,6 +39,8 @@ class Step:
     read: int  # bytes that the step reads: weights it touches, and the cache
     reductions: int  # sums over devices in target and drafter, sampling left out
     reduced: int  # bytes of partial sums that a device puts into them
+    exchanges: int = 0  # gathers and scatters, each half a reduction
+    exchanged: int = 0  # bytes of the whole arrays that are gathered or scattered
 
 
 def abstract_layout(shape: Shape) -> Layout:
@@ -50,6 +53,7 @@ def abstract_layout(shape: Shape) -> Layout:
     )
 
 
+@functools.cache
 def busiest(config: ModelConfig, rows: int, devices: int) -> float:
     """Expected number of different experts of a layer on the device that has most to read.
 
@@ -66,19 +70,23 @@ def busiest(config: ModelConfig, rows: int, devices: int) -> float:
     return most / DRAWS
 
 
+@functools.cache
 def step(
     config: ModelConfig,
-    drafter: DrafterConfig,
+    drafter: DrafterConfig | None,
     shape: Shape,
     *,
     sequences: int,
     nodes: int,
     context: int,
 ) -> Step:
-    """Bytes of a bfloat16 step over `sequences` with trees of `nodes` behind `context` tokens."""
+    """Bytes of a bfloat16 step over `sequences` with trees of `nodes` behind `context` tokens.
+
+    A step without a drafter has no tree.
+    """
     layout = abstract_layout(shape)
     target = target_weights.describe(config, jnp.bfloat16)
-    draft = drafter_weights.describe(drafter, jnp.bfloat16)
+    draft = drafter_weights.describe(drafter, jnp.bfloat16) if drafter else None
     own = math.ceil(sequences / layout.data_size)  # sequences of one group
     rows = own * (nodes + 1)
     meeting = sequences * (nodes + 1) if layout.experts_over_data else rows
@@ -98,21 +106,29 @@ def step(
     if layout.model.size > 1:
         reductions = 1 + 2 * config.num_hidden_layers
         reduced = reductions * rows * config.hidden_size * 4
-    if nodes:
+    if drafter and nodes:
         read += layout.device_bytes(draft)
         drafting = own * drafter.block_size
         if layout.model.size > 1:
             reductions += 2 + 2 * drafter.num_hidden_layers
             reduced += (1 + 2 * drafter.num_hidden_layers) * drafting * config.hidden_size * 4
             reduced += own * drafter.block_size * config.hidden_size * 4
-    if layout.experts_over_data:
-        reductions += config.num_moe_layers
-        reduced += config.num_moe_layers * meeting * config.hidden_size * 4
+    exchanges, exchanged = 0, 0
+    if layout.experts_over_data:  # rows, their experts and shares; the experts' sums
+        exchanges += 4 * config.num_moe_layers
+        row = config.hidden_size * (2 + 4) + config.num_experts_per_tok * (4 + 4)
+        exchanged += config.num_moe_layers * meeting * row
+    if layout.split_context:  # queries, log-sum-exps, and what each part has attended to
+        exchanges += 3 * config.num_hidden_layers
+        head = config.cache_row * 2 + 4 + (config.kv_lora_rank + 1) * 4
+        exchanged += config.num_hidden_layers * rows * config.num_attention_heads * head
     return Step(
         weights=held + layout.device_bytes(draft),
         read=int(read),
         reductions=reductions,
         reduced=reduced,
+        exchanges=exchanges,
+        exchanged=exchanged,
     )
 
 
@@ -122,8 +138,8 @@ def table() -> str:
     cases = ((1, 0), (1, 8), (1, 16), (16, 8))
     heads = [f"{count} x {nodes + 1} rows" for count, nodes in cases]
     lines = [
-        f"| preset | weights | {' | '.join(heads)} | reductions |",
-        f"|---|---|{'---|' * len(cases)}---|",
+        f"| preset | weights | {' | '.join(heads)} | reductions | exchanges |",
+        f"|---|---|{'---|' * len(cases)}---|---|",
     ]
     for name, shape in EIGHT.items():
         steps = [
@@ -132,7 +148,9 @@ def table() -> str:
         ]
         cells = [f"{one.read / 1e9:.1f} GB" for one in steps]
         sums = f"{steps[1].reductions}, {steps[1].reduced / 1e6:.1f} MB"
-        lines.append(f"| {name} | {steps[0].weights / 1e9:.1f} GB | {' | '.join(cells)} | {sums} |")
+        moves = f"{steps[1].exchanges}, {steps[1].exchanged / 1e6:.1f} MB"
+        held = f"{steps[0].weights / 1e9:.1f} GB"
+        lines.append(f"| {name} | {held} | {' | '.join(cells)} | {sums} | {moves} |")
     return "\n".join(lines)
 
 
