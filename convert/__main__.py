@@ -51,6 +51,9 @@ REMEDIES = {
     errno.EPERM: "choose a folder that you may use",
     errno.EROFS: "choose a folder on a disk that can be written",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENOENT: "was it moved meanwhile, or is its folder not there?",
+    errno.ENOTDIR: "a part of the path is a file; correct it",
+    errno.EISDIR: "give a file, not a folder",
     errno.EIO: "the disk is failing; choose another",
 }
 

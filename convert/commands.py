@@ -51,6 +51,8 @@ def verify(flags: Any) -> int:
         sources = [source, _drafter(flags, source)]
         if len(opened) == 2 and sources[1] is None:
             print(f"{drafter}: no --drafter is given: compared with the hashes taken then only")
+    if flags.hashes and flags.hashes != "-":
+        _check_hashes(Path(flags.hashes), [output, *(s.folder for s in sources if s)])
     faults = 0
     with _hashes(flags.hashes) as file:
         for checkpoint, source in zip(opened, sources, strict=False):
@@ -102,6 +104,15 @@ def _drafter(flags: Any, source: PublishedCheckpoint) -> PublishedCheckpoint | N
     if not isinstance(checkpoint, PublishedCheckpoint):
         raise CheckpointError(f"{folder} is converted already; give the published folder")
     return checkpoint
+
+
+def _check_hashes(path: Path, folders: list[Path]) -> None:
+    """The file must not overwrite one of what it tells about."""
+    for folder in folders:
+        if folder.resolve() in path.resolve().parents:
+            raise CheckpointError(
+                f"--hashes={path} lies in {folder}, which is being verified; choose another place"
+            )
 
 
 @contextlib.contextmanager

@@ -106,6 +106,21 @@ def test_verify_says_what_became_of_the_drafter(source, tmp_path):
     assert told.stdout.splitlines()[-1] == f"{output}, all in all: NOT EQUAL: 1 faults"
 
 
+def test_a_place_for_the_hashes_that_cannot_be_is_named(source, tmp_path):
+    output = tmp_path / "output"
+    converted(source, output)
+    before = (output / "manifest.json").read_bytes()
+    for path, message in [
+        (output / "manifest.json", "lies in"),
+        (tmp_path / "nowhere" / "hashes", "is its folder not there?"),
+        (tmp_path, "give a file, not a folder"),
+    ]:
+        done = command("verify", f"--output={output}", f"--hashes={path}")
+        assert done.returncode == 1
+        assert message in done.stderr
+    assert (output / "manifest.json").read_bytes() == before
+
+
 def test_plan_and_info_only_look(source, tmp_path):
     planned = command("plan", f"--source={source}", f"--output={tmp_path / 'output'}")
     assert planned.returncode == 0, planned.stderr
