@@ -181,6 +181,8 @@ def partials(
 
 
 def _block(refs: _Refs, plan: Plan, scale: float, pages: int, interpret: Any) -> None:
+    if plan.overlap and not interpret:
+        wait_for_the_kernel_before()
     warpgroup = lax.axis_index("warpgroup")
 
     def registers(share: int) -> None:
@@ -655,6 +657,12 @@ def _clear(
 
 
 # -- helpers
+
+
+def wait_for_the_kernel_before() -> None:
+    """Until it has ended and its results are there; the next one may start, and wait for us."""
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
 
 
 def _mma(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:

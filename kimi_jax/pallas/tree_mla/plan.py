@@ -23,6 +23,8 @@ LONG_CONTEXT = 8192
 
 FEW_QUERIES = 640  # rows of attention of a call that a GPU shares out in small units
 
+OVERLAP = False  # see Plan.overlap
+
 MAX_ROWS = 64  # rows of a sequence: one tile, two ancestor words
 
 _BARRIER_BYTES = 1024  # all barriers of a block together take less
@@ -40,6 +42,8 @@ class Plan:
     tensor_core:
     wgmma (sm_90 only) or mma.sync. sums: the type in which a unit's sums are laid down; they are
     added up in float32. num_cores: blocks.
+    overlap: a kernel starts while the one before ends, and then waits for it (programmatic
+    dependent launch).
     """
 
     rank: int
@@ -56,6 +60,7 @@ class Plan:
     tensor_core: Literal["wgmma", "mma"]
     sums: Literal["float32", "bfloat16"]
     num_cores: int
+    overlap: bool
 
     @property
     def slack(self) -> int:
@@ -138,11 +143,12 @@ def make(
     tensor_core: Literal["wgmma", "mma"] | None = None,
     max_queries: int | None = None,
     sums: Literal["float32", "bfloat16"] = "bfloat16",
+    overlap: bool = OVERLAP,
 ) -> Plan:
     """The plan for a GPU and a model; raises NotImplementedError as `check` does.
 
-    num_rows: flat rows of a call; None: many. split (for all lengths), tensor_core, max_queries:
-    for measurements; None takes what `make` would choose.
+    num_rows: flat rows of a call; None: many. split (for all lengths), tensor_core, max_queries,
+    sums, overlap: for measurements; None takes what `make` would choose.
     """
     parts = 2 if rank % 128 == 0 else 1
     core = tensor_core or ("wgmma" if target.capability == (9, 0) else "mma")
@@ -169,6 +175,7 @@ def make(
                 tensor_core=core,
                 sums=sums,
                 num_cores=target.num_cores,
+                overlap=overlap,
             ),
         )
         if plan is not None:
@@ -245,6 +252,7 @@ def of_shapes(
     tensor_core: Literal["wgmma", "mma"] | None = None,
     max_queries: int | None = None,
     sums: Literal["float32", "bfloat16"] = "bfloat16",
+    overlap: bool = OVERLAP,
 ) -> Plan:
     """`make` for the operands of `api.attend`, checked."""
     sizes = {
@@ -263,4 +271,5 @@ def of_shapes(
         tensor_core=tensor_core,
         max_queries=max_queries,
         sums=sums,
+        overlap=overlap,
     )
