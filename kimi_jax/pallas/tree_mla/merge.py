@@ -17,7 +17,7 @@ from kimi_jax.pallas.tree_mla.kernel import NOTHING, Partials, wait_for_the_kern
 from kimi_jax.pallas.tree_mla.plan import Plan
 from kimi_jax.pallas.tree_mla.schedule import Schedule
 
-_AT_ONCE = 8  # units whose loads are under way together
+_AT_ONCE = 24  # units whose loads are under way together: all of a context of 4k
 
 
 def merge(
