@@ -192,14 +192,16 @@ def _block(refs: _Refs, plan: Plan, scale: float, pages: int, interpret: Any) ->
 
     # The values hold `queries` / 2 accumulators for each 64 of their columns. All shares together
     # are those of four warpgroups with 128 registers a thread.
+    values = 168 if plan.queries <= 56 else 176
+
     @pl.when(warpgroup < plan.parts)
     def _values():
-        registers(176)
+        registers(values)
         _sum_values(refs, plan, warpgroup, interpret)
 
     @pl.when(warpgroup == plan.parts)
     def _scores():
-        registers(136)
+        registers(512 - 24 - 2 * values)
         _make_scores(refs, plan, scale, interpret)
 
     @pl.when(warpgroup == plan.parts + 1)
@@ -501,7 +503,14 @@ def _ancestor_words(refs: _Refs, plan: Plan, unit: _Unit) -> tuple[jax.Array, ja
         )
 
     none = plgpu.layout_cast(jnp.zeros((plan.queries,), jnp.int32), _QUERY)
-    found = lax.fori_loop(begin, end, add, (none,) * words)
+    found = (none,) * words
+    most = -(-plan.queries // plan.heads) + 1
+    if most <= 6:  # all loads under way together, while registers last
+        for k in range(most):
+            row = jnp.minimum(begin + k, end - 1)  # the last one again: it does no harm
+            found = add(row, found)
+    else:
+        found = lax.fori_loop(begin, end, add, found)
     return found[0], found[1] if words > 1 else none
 
 
