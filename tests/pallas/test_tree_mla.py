@@ -212,6 +212,37 @@ def test_blocks_get_about_the_same_number_of_tiles(lengths):
     assert max(work) <= fair + _PLAN.split_tiles + 1
 
 
+def test_where_sums_are_split_depends_on_the_own_context_alone():
+    made = plan.make(target.KNOWN["sm_90"], **dataclasses.asdict(specs.K26_TP8), max_rows=2)
+
+    def units_of(lengths: list[int]) -> dict[int, list[tuple[int, int]]]:
+        count = len(lengths)
+        run = jax.jit(schedule.make, static_argnames=("plan", "max_rows", "num_units"))
+        units = run(
+            plan=made,
+            row_start=jnp.arange(count, dtype=jnp.int32) * 2,
+            row_count=jnp.full((count,), 2, jnp.int32),
+            length=jnp.array(lengths, jnp.int32),
+            page_table=jnp.zeros((count, 160), jnp.int32),
+            ancestors=jnp.zeros((2 * count, 1), jnp.uint32),
+            max_rows=2,
+            num_units=100,
+        ).units
+        found: dict[int, list[tuple[int, int]]] = {length: [] for length in lengths}
+        for unit in np.asarray(units):
+            if unit[schedule.TILES]:
+                found[int(unit[schedule.LENGTH])].append(
+                    (int(unit[schedule.FIRST_TILE]), int(unit[schedule.TILES]))
+                )
+        return found
+
+    together = units_of([plan.LONG_CONTEXT, plan.LONG_CONTEXT + 1, 300])
+    for length, units in together.items():
+        assert units_of([length])[length] == units
+    tiles = [max(count for _, count in units) for units in together.values()]
+    assert tiles == [made.split_tiles, made.long_split_tiles, made.split_tiles]
+
+
 def test_a_sequence_without_room_is_marked():
     counts, lengths = np.full(_SEQUENCES, 20, np.int32), np.full(_SEQUENCES, 640, np.int32)
     starts = np.arange(_SEQUENCES, dtype=np.int32) * 20

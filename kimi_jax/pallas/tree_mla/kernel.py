@@ -11,11 +11,12 @@ tile comes and goes in chunks of columns: two whole tiles do not fit beside many
 
 - Copies: the queries of a unit, then its tiles, into rings of buffers (`slots`).
 - Scores: S = K Q^T; masks; P = exp2(S - top), to shared memory in bfloat16. `top` is a whole number
-  near a query's largest score so far, and rises only when a score exceeds it by more than `_SLACK`:
-  powers of two change no mantissa, so a rescaling costs no accuracy, and is rare.
+  near a query's largest score so far: 0 if that is near 0 in the first tile, and it rises only when
+  a score exceeds it by more than `_SLACK`. Powers of two change no mantissa, so a rescaling costs
+  no accuracy, and is rare; so are reductions over the tokens.
 - Values: O += V^T P. What the scores' warpgroup rescaled, it rescales too.
 
-A unit ends with its partial sums in memory: O in float32, `top`, and the sum of P. `merge` adds up
+A unit ends with its partial sums in memory: O, `top`, and the sum of P. `merge` adds up
 the units of a query in their order. Nothing that a unit computes depends on another one, on its
 block, or on how many queries it shares its tiles with.
 """
@@ -161,6 +162,7 @@ def partials(
         kernel_name="tree_mla",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            reduction_scratch_bytes=plan.statistics_bytes,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),
@@ -179,6 +181,8 @@ def partials(
 
 
 def _block(refs: _Refs, plan: Plan, scale: float, pages: int, interpret: Any) -> None:
+    if plan.overlap and not interpret:
+        wait_for_the_kernel_before()
     warpgroup = lax.axis_index("warpgroup")
 
     def registers(share: int) -> None:
@@ -188,14 +192,16 @@ def _block(refs: _Refs, plan: Plan, scale: float, pages: int, interpret: Any) ->
 
     # The values hold `queries` / 2 accumulators for each 64 of their columns. All shares together
     # are those of four warpgroups with 128 registers a thread.
+    values = 168 if plan.queries <= 56 else 176
+
     @pl.when(warpgroup < plan.parts)
     def _values():
-        registers(176)
+        registers(values)
         _sum_values(refs, plan, warpgroup, interpret)
 
     @pl.when(warpgroup == plan.parts)
     def _scores():
-        registers(136)
+        registers(512 - 24 - 2 * values)
         _make_scores(refs, plan, scale, interpret)
 
     @pl.when(warpgroup == plan.parts + 1)
@@ -371,16 +377,25 @@ def _make_scores(refs: _Refs, plan: Plan, scale: float, interpret: Any) -> None:
             )
 
             plgpu.barrier_wait(refs.probs_free.at[slot])
-            rises = _any_exceeds(scores, _spread(top, shape), interpret)
+            first = i == 0
+            rises = lax.cond(
+                first,
+                lambda: _any_exceeds(jnp.abs(scores), _none(shape), interpret),
+                lambda: _any_exceeds(scores, _spread(top, shape), interpret),
+            )
 
             def rise() -> tuple[jax.Array, jax.Array]:
                 largest = jnp.max(scores, axis=0)
-                new_top = jnp.where(largest - top > _SLACK, _round(largest), top)
+                near = jnp.where(first & (jnp.abs(largest) <= _SLACK), 0.0, _round(largest))
+                new_top = jnp.where(largest - top > _SLACK, near, top)
                 factor = jnp.exp2(top - new_top)
                 refs.rescale.at[slot, pl.ds(0, plan.queries)][...] = factor
                 return new_top, total * _spread(factor, shape)
 
-            top, total = lax.cond(rises, rise, lambda: (top, total))
+            def keep() -> tuple[jax.Array, jax.Array]:
+                return jnp.where(first, 0.0, top), total
+
+            top, total = lax.cond(rises, rise, keep)
             refs.rescale[slot, plan.queries] = jnp.where(rises, 1.0, 0.0)
             probs = jnp.exp2(scores - _spread(top, shape))
             refs.probs.at[slot].T[...] = probs.astype(jnp.bfloat16)
@@ -389,7 +404,7 @@ def _make_scores(refs: _Refs, plan: Plan, scale: float, interpret: Any) -> None:
             return step + 1, top, total + probs
 
         top = plgpu.layout_cast(jnp.full((plan.queries,), NOTHING, jnp.float32), _QUERY)
-        total = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _WGMMA)
+        total = _none(shape)
         step, top, total = lax.fori_loop(0, unit.tiles, tile_scores, (step, top, total))
         refs.top.at[unit.slot][...] = top
         refs.total.at[unit.slot][...] = jnp.sum(total, axis=0)
@@ -488,7 +503,14 @@ def _ancestor_words(refs: _Refs, plan: Plan, unit: _Unit) -> tuple[jax.Array, ja
         )
 
     none = plgpu.layout_cast(jnp.zeros((plan.queries,), jnp.int32), _QUERY)
-    found = lax.fori_loop(begin, end, add, (none,) * words)
+    found = (none,) * words
+    most = -(-plan.queries // plan.heads) + 1
+    if most <= 6:  # all loads under way together, while registers last
+        for k in range(most):
+            row = jnp.minimum(begin + k, end - 1)  # the last one again: it does no harm
+            found = add(row, found)
+    else:
+        found = lax.fori_loop(begin, end, add, found)
     return found[0], found[1] if words > 1 else none
 
 
@@ -534,6 +556,8 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
             sums = lax.cond(refs.rescale[slot, plan.queries] > 0, rescaled, lambda: sums)
             start, stop = _real(unit, unit.first_tile + i)
             in_context = unit.first_tile + i < _context_tiles(unit)
+            last = i == unit.tiles - 1
+            held = []
             for c, chunk in enumerate(chunks):
                 mine = lax.rem(step * plan.chunks + chunk, plan.slots)
                 plgpu.barrier_wait(refs.kv_full.at[mine])
@@ -557,14 +581,38 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
                         refs.probs.at[slot].T,
                         interpret,
                     )
-                plgpu.barrier_arrive(refs.kv_free.at[mine])
+                if not plan.through_slots:
+                    plgpu.barrier_arrive(refs.kv_free.at[mine])
+                    continue
+
+                @pl.when(last)
+                def _(
+                    mine: jax.Array = mine,
+                    chunk: jax.Array = chunk,
+                    done: list[jax.Array] = sums[c * blocks : (c + 1) * blocks],
+                ) -> None:
+                    _lay_down(refs, plan, unit, mine, chunk, done)
+
+                @pl.when(jnp.logical_not(last))
+                def _(mine: jax.Array = mine) -> None:
+                    plgpu.barrier_arrive(refs.kv_free.at[mine])
+
+                held.append(mine)
             plgpu.barrier_arrive(refs.probs_free.at[slot])
+
+            @pl.when(last)
+            def _() -> None:
+                if plan.through_slots:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for mine in held:
+                    plgpu.barrier_arrive(refs.kv_free.at[mine])
+
             return step + 1, *sums
 
         zero = plgpu.layout_cast(jnp.zeros((at_once, plan.queries), jnp.float32), layout)
         zeros = [zero] * (len(chunks) * blocks)
         step, *sums = lax.fori_loop(0, unit.tiles, tile_values, (step, *zeros))
-        for c, chunk in enumerate(chunks):
+        for c, chunk in enumerate(() if plan.through_slots else chunks):
             for b in range(blocks):
                 columns = pl.ds(chunk * plan.columns + b * at_once, at_once)
                 block = plgpu.layout_cast(sums[c * blocks + b], plgpu.Layout._WGMMA_ACC_32BIT)
@@ -572,6 +620,24 @@ def _sum_values(refs: _Refs, plan: Plan, part: jax.Array, interpret: Any) -> Non
         return step
 
     _each_unit(refs, unit_values)
+
+
+def _lay_down(
+    refs: _Refs, plan: Plan, unit: _Unit, slot: jax.Array, chunk: jax.Array, sums: list[jax.Array]
+) -> None:
+    """Begins to copy a chunk's sums to memory, through the slot of the unit's last tile.
+
+    Nobody else reads that chunk any more, and it is not given back before the copy has read it.
+    """
+    width = plan.columns // len(sums)
+    for b, block in enumerate(sums):
+        block = plgpu.layout_cast(block, _WGMMA).astype(refs.out.dtype)
+        refs.kv.at[slot, pl.ds(0, plan.queries), pl.ds(b * width, width)].T[...] = block
+    plgpu.commit_smem()
+    columns = pl.ds(chunk * plan.columns, plan.columns)
+    plgpu.copy_smem_to_gmem(
+        refs.kv.at[slot, pl.ds(0, plan.queries)], refs.out.at[unit.slot, :, columns]
+    )
 
 
 def _add_product(plan: Plan, acc: jax.Array, values: Any, probs: Any, interpret: Any) -> jax.Array:
@@ -602,6 +668,12 @@ def _clear(
 # -- helpers
 
 
+def wait_for_the_kernel_before() -> None:
+    """Until it has ended and its results are there; the next one may start, and wait for us."""
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
+
+
 def _mma(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
     """acc + a b by mma.sync, 64 of the summed-up dimension at a time."""
     for start in range(0, a.shape[1], 64):
@@ -625,6 +697,10 @@ def _iota(shape: tuple[int, ...], axis: int, layout: Any = _WGMMA) -> jax.Array:
 def _spread(values: jax.Array, shape: tuple[int, ...], layout: Any = _WGMMA) -> jax.Array:
     """[queries] -> shape [..., queries]."""
     return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, (1,)), layout)
+
+
+def _none(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _WGMMA)
 
 
 def _round(x: jax.Array) -> jax.Array:

@@ -13,11 +13,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kimi_jax.pallas.tree_mla import schedule
-from kimi_jax.pallas.tree_mla.kernel import NOTHING, Partials
+from kimi_jax.pallas.tree_mla.kernel import NOTHING, Partials, wait_for_the_kernel_before
 from kimi_jax.pallas.tree_mla.plan import Plan
 from kimi_jax.pallas.tree_mla.schedule import Schedule
 
-_AT_ONCE = 8  # units whose loads are under way together
+_AT_ONCE = 24  # units whose loads are under way together: all of a context of 4k
 
 
 def merge(
@@ -26,7 +26,7 @@ def merge(
     """Output [M H, R] in `dtype` and log-sum-exp float32 [M H]."""
     queries = units.rows.shape[0] * plan.heads
     kernel = plgpu.kernel(
-        functools.partial(_block, plan=plan),
+        functools.partial(_block, plan=plan, overlap=plan.overlap and not interpret),
         out_type=(
             jax.ShapeDtypeStruct((queries, plan.rank), dtype),
             jax.ShapeDtypeStruct((queries,), jnp.float32),
@@ -44,7 +44,19 @@ def merge(
     return kernel(units.rows, *partials)
 
 
-def _block(rows: Any, out: Any, top: Any, total: Any, merged: Any, lse: Any, *, plan: Plan) -> None:
+def _block(
+    rows: Any,
+    out: Any,
+    top: Any,
+    total: Any,
+    merged: Any,
+    lse: Any,
+    *,
+    plan: Plan,
+    overlap: bool,
+) -> None:
+    if overlap:
+        wait_for_the_kernel_before()
     # 128 threads share the columns; with fewer columns than threads, several hold the same.
     strided = plan.rank % 128 == 0
     layout = (

@@ -11,30 +11,39 @@ from kimi_jax.pallas.stream.target import SHARED_GRANULE, Target
 
 TILE = 64  # tokens of one matrix product: the row count of wgmma, and of four warps of mma.sync
 
-SPLIT = 512
-"""Context tokens summed up in one go; later sums are merged in order.
+SPLIT, LONG_SPLIT = 256, 512
+"""Context tokens summed up in one go, in contexts of up to LONG_CONTEXT tokens and in longer ones;
+later sums are merged in order.
 
-Fixed, whatever the batch, the rows or the length, so that a row's result is the same bits in any
+They depend on nothing but a sequence's own length, so that a row's result is the same bits in any
 company. Shorter splits fill the card at small batches, longer ones leave less to merge.
 """
+
+LONG_CONTEXT = 8192
+
+FEW_QUERIES = 640  # rows of attention of a call that a GPU shares out in small units
+
+OVERLAP = False  # see Plan.overlap
 
 MAX_ROWS = 64  # rows of a sequence: one tile, two ancestor words
 
 _BARRIER_BYTES = 1024  # all barriers of a block together take less
-_STATISTICS_BYTES = 2048  # scratch of a maximum or a sum over the tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Static choices. Only `tensor_core`, `split` and `sums` change a row's result.
+    """Static choices. Only `tensor_core`, both splits and `sums` change a row's result.
 
     rank, rope: R and PE, the latent and the rotary columns of a cached row. heads, page_size: H
     and P. queries: rows of attention (tree row x head) that a unit of work handles; context read
-    once serves all of them. split: see SPLIT. parts: warpgroups that share the latent columns
-    between them, for the values. slots: chunks of tiles that are in shared memory or on their way;
-    rope_slots, prob_slots: the same for the rotary columns and for the probabilities. tensor_core:
+    once serves all of them. split, long_split: see SPLIT. parts: warpgroups that share the latent
+    columns between them, for the values. slots: chunks of tiles that are in shared memory or on
+    their way; rope_slots, prob_slots: the same for the rotary columns and for the probabilities.
+    tensor_core:
     wgmma (sm_90 only) or mma.sync. sums: the type in which a unit's sums are laid down; they are
     added up in float32. num_cores: blocks.
+    overlap: a kernel starts while the one before ends, and then waits for it (programmatic
+    dependent launch).
     """
 
     rank: int
@@ -43,6 +52,7 @@ class Plan:
     page_size: int
     queries: int
     split: int
+    long_split: int
     parts: int
     slots: int
     rope_slots: int
@@ -50,6 +60,7 @@ class Plan:
     tensor_core: Literal["wgmma", "mma"]
     sums: Literal["float32", "bfloat16"]
     num_cores: int
+    overlap: bool
 
     @property
     def slack(self) -> int:
@@ -85,6 +96,21 @@ class Plan:
         return self.split // TILE
 
     @property
+    def long_split_tiles(self) -> int:
+        return self.long_split // TILE
+
+    @property
+    def through_slots(self) -> bool:
+        """Whether sums leave through a tile's place in shared memory, see `kernel._lay_down`."""
+        return self.sums == "bfloat16" and self.queries <= TILE
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Scratch of a maximum or a sum over the tokens; with 128 bytes a query it is one round,
+        two queries' worth of registers of a thread at a time otherwise."""
+        return max(2048, self.queries * 128) if self.queries <= 40 else 2048
+
+    @property
     def num_threads(self) -> int:
         """Warpgroups: `parts` for the values, one for the scores, one for the copies."""
         return self.parts + 2
@@ -98,7 +124,7 @@ class Plan:
             self.rope_slots * TILE * self.rope * 2,
             self.prob_slots * self.queries * TILE * 2,
             self.prob_slots * (self.queries + 8) * 4,
-            _STATISTICS_BYTES,
+            self.statistics_bytes,
             _BARRIER_BYTES,
         )
         return sum(-(-n // SHARED_GRANULE) * SHARED_GRANULE for n in buffers)
@@ -112,18 +138,24 @@ def make(
     heads: int,
     page_size: int,
     max_rows: int,
-    split: int = SPLIT,
+    num_rows: int | None = None,
+    split: int | None = None,
     tensor_core: Literal["wgmma", "mma"] | None = None,
     max_queries: int | None = None,
-    sums: Literal["float32", "bfloat16"] = "float32",
+    sums: Literal["float32", "bfloat16"] = "bfloat16",
+    overlap: bool = OVERLAP,
 ) -> Plan:
     """The plan for a GPU and a model; raises NotImplementedError as `check` does.
 
-    tensor_core, max_queries: for measurements; None takes what `make` would choose.
+    num_rows: flat rows of a call; None: many. split (for all lengths), tensor_core, max_queries,
+    sums, overlap: for measurements; None takes what `make` would choose.
     """
     parts = 2 if rank % 128 == 0 else 1
     core = tensor_core or ("wgmma" if target.capability == (9, 0) else "mma")
-    limit = 72 if max_queries is None else max_queries
+    # Two whole tiles have to fit beside the queries: while the values of one are added up, the
+    # next one's scores are made. Fewer queries a unit make more units, for a call that has few.
+    few = num_rows is not None and num_rows * heads <= FEW_QUERIES
+    limit = max_queries or (TILE if core == "mma" else 40 if few else 56)
     while limit >= 8:
         queries = _even(max_rows * heads + (0 if heads % 8 == 0 else 7), limit)
         plan = _fill(
@@ -134,7 +166,8 @@ def make(
                 heads=heads,
                 page_size=page_size,
                 queries=queries,
-                split=split,
+                split=split or SPLIT,
+                long_split=split or LONG_SPLIT,
                 parts=parts,
                 slots=1,
                 rope_slots=1,
@@ -142,6 +175,7 @@ def make(
                 tensor_core=core,
                 sums=sums,
                 num_cores=target.num_cores,
+                overlap=overlap,
             ),
         )
         if plan is not None:
@@ -214,10 +248,11 @@ def of_shapes(
     *,
     rank: int,
     max_rows: int,
-    split: int = SPLIT,
+    split: int | None = None,
     tensor_core: Literal["wgmma", "mma"] | None = None,
     max_queries: int | None = None,
-    sums: Literal["float32", "bfloat16"] = "float32",
+    sums: Literal["float32", "bfloat16"] = "bfloat16",
+    overlap: bool = OVERLAP,
 ) -> Plan:
     """`make` for the operands of `api.attend`, checked."""
     sizes = {
@@ -229,5 +264,12 @@ def of_shapes(
     }
     check(**sizes, dtype=latent.dtype)
     return make(
-        target, **sizes, split=split, tensor_core=tensor_core, max_queries=max_queries, sums=sums
+        target,
+        **sizes,
+        num_rows=q.shape[0],
+        split=split,
+        tensor_core=tensor_core,
+        max_queries=max_queries,
+        sums=sums,
+        overlap=overlap,
     )

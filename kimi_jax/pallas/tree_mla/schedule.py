@@ -1,12 +1,13 @@
 """Units of work of one call, made on the device from the sequences' rows and lengths.
 
 A sequence's context and own rows are tiles of 64 tokens: those of the context, then one or two of
-its own rows. A unit is up to `split_tiles` of them, for up to `queries` rows of attention. It
-starts at a multiple of the split: what is summed up in one go depends on the position in the
-context, and on nothing else. A block takes a run of units: about the same number of tiles as the
-others, and mostly the same queries all along. They are numbered by group of queries, sequence,
-split: with as many groups everywhere, blocks that read the same tiles for different groups do so
-at the same time, and memory is read once. Their sums are laid down by sequence, group, split.
+its own rows. A unit is up to `split_tiles` of them (`long_split_tiles` in a long context), for up
+to `queries` rows of attention. It starts at a multiple of the split: what is summed up in one go
+depends on the position in the context and on the context's length, and on nothing else. A block
+takes a run of units: about the same number of tiles as the others, and mostly the same queries all
+along. They are numbered by group of queries, sequence, split: with as many groups everywhere,
+blocks that read the same tiles for different groups do so at the same time, and memory is read
+once. Their sums are laid down by sequence, group, split.
 
 All of it is a few tiny XLA operations on [units] int32. They are the same for every layer of a
 step, and XLA computes them once.
@@ -18,7 +19,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from kimi_jax.pallas.tree_mla.plan import TILE, Plan
+from kimi_jax.pallas.tree_mla.plan import LONG_CONTEXT, TILE, Plan
 
 ALIGNED = 8
 """Rows are copied from multiples of this (rows of a swizzled tile in shared memory).
@@ -65,7 +66,11 @@ def max_units(plan: Plan, *, batch: int, max_rows: int, pool_tokens: int, max_to
     pool_tokens: tokens of all pages; max_tokens: of the longest context. Sequences that share pages
     could need more: `Schedule.rows` marks those for which there is no room.
     """
-    splits = -(-(max_tokens // TILE + 3) // plan.split_tiles)
+    short = min(max_tokens, LONG_CONTEXT)
+    splits = max(
+        -(-(tokens // TILE + 3) // tiles)
+        for tokens, tiles in ((short, plan.split_tiles), (max_tokens, plan.long_split_tiles))
+    )
     in_pool = (pool_tokens // TILE + 3 * batch) // plan.split_tiles + batch
     return min(batch * splits, in_pool) * max_groups(plan, max_rows)
 
@@ -93,7 +98,8 @@ def make(
     mine = (row[:, None] >= row_start) & (row[:, None] < row_start + row_count)
     own_tiles = (row_start % ALIGNED + row_count + TILE - 1) // TILE
     tiles = jnp.where(row_count > 0, (length + TILE - 1) // TILE + own_tiles, 0)
-    splits = (tiles + plan.split_tiles - 1) // plan.split_tiles
+    split_tiles = jnp.where(length > LONG_CONTEXT, plan.long_split_tiles, plan.split_tiles)
+    splits = (tiles + split_tiles - 1) // split_tiles
     first_query = row_start * plan.heads
     ahead = first_query % ALIGNED
     groups = (ahead + row_count * plan.heads + plan.queries - 1) // plan.queries
@@ -111,8 +117,9 @@ def make(
     item = jnp.where(exists, item, 0)
     split = unit - (work_ends - counts)[item]
     group, sequence = item // row_start.shape[0], item % row_start.shape[0]
-    first_tile = split * plan.split_tiles
-    count = jnp.where(exists, jnp.minimum(tiles[sequence] - first_tile, plan.split_tiles), 0)
+    first_tile = split * split_tiles[sequence]
+    left = tiles[sequence] - first_tile
+    count = jnp.where(exists, jnp.minimum(left, split_tiles[sequence]), 0)
     token = first_tile[:, None] * TILE + jnp.arange(plan.pieces, dtype=jnp.int32) * plan.piece
     page = jnp.minimum(token // plan.page_size, page_table.shape[1] - 1)
     words = lax.bitcast_convert_type(ancestors, jnp.int32)
