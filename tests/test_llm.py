@@ -9,7 +9,7 @@ import pytest
 import kimi_jax
 from kimi_jax import LLM, SamplingParams
 from kimi_jax.engine.plan import DoesNotFit
-from kimi_jax.llm import BUNDLED_MODEL, set_up
+from kimi_jax.llm import set_up
 from kimi_jax.sampling import INSTANT, THINKING, TINY
 
 PROMPTS = ["Hello", "a much longer prompt, of more than one chunk of sixty-four tokens: " * 2, "x"]
@@ -167,7 +167,7 @@ def test_each_model_is_sampled_as_its_card_says(folder):
     setup = set_up(folder)
     assert setup.sampling_params() == setup.sampling_params(thinking=True) == THINKING
     assert setup.sampling_params(thinking=False) == INSTANT
-    bundled = dataclasses.replace(setup, folder=BUNDLED_MODEL)
+    bundled = set_up()
     assert bundled.sampling_params() == TINY and not bundled.thinks
 
 

@@ -116,8 +116,9 @@ def teacher_forced(tokens) -> np.ndarray:
     padded = np.zeros(128, np.int32)
     padded[: len(tokens)] = tokens
     latent = jnp.zeros((MODEL.num_hidden_layers, 17, 8, MODEL.cache_row), jnp.float32)
+    plan = step.StepPlan(model=MODEL)
     logits, _ = step.score(
-        parameters(), latent, np.arange(1, 17), padded, 0, len(tokens), config=MODEL
+        parameters(), latent, np.arange(1, 17), padded, 0, len(tokens), plan=plan
     )
     return np.asarray(logits)[: len(tokens)]
 

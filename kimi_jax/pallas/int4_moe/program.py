@@ -1,7 +1,7 @@
 """The routed experts as one persistent kernel: dispatch, gate and up, SwiGLU, down, weighted sum.
 
-One block per multiprocessor: two rings of shared memory, filled by bulk copies of a warpgroup of
-producers, drained by two warpgroups of consumers each (in down by one of them).
+One block per multiprocessor: two consumer warpgroups and one for producers, two rings (one a
+consumer warpgroup) of shared memory filled by bulk copies.
 
 1. Dispatch: every block sorts the routed pairs (row, expert) by expert, in shared memory: experts
    in id order, each expert's rows in tiles of at most `tile_rows`. Dead pairs (id outside [0, E))
@@ -13,7 +13,7 @@ producers, drained by two warpgroups of consumers each (in down by one of them).
    bfloat16 rows in global memory.
 3. A barrier over the grid (a counter in global memory). Meanwhile the rings fill with the first
    weights of down.
-4. Down. A block owns 64 outputs and walks all tiles in order, its rings taking turns at items
+4. Down. A block owns 64 outputs and walks all tiles in order, its warpgroups taking turns at items
    of `down_tiles` tiles; each adds share * value to the output in memory. So the experts of a row
    add up in id order.
 
@@ -43,10 +43,9 @@ from kimi_jax.pallas.stream.packing import (
 )
 from kimi_jax.pallas.stream.ring import Rings
 
-RINGS = 2
+RINGS = 2  # one a consumer warpgroup
 GROUP_WARPS = 4  # warps of a warpgroup
-RING_WARPS = 2 * GROUP_WARPS  # that drain a ring
-CONSUMERS = RINGS * RING_WARPS
+CONSUMERS = RINGS * GROUP_WARPS
 NUM_WARPS = CONSUMERS + GROUP_WARPS
 
 DOWN_BLOCKS = 4  # blocks of 16 outputs that a block of the grid owns in down
@@ -57,14 +56,8 @@ MAX_ROWS = 256  # M that one launch takes: bounds what dispatch keeps in shared 
 ROW_GAP = 64  # bytes between rows in shared memory: 8 lanes x 16 bytes then meet no bank twice
 COLUMNS = 8  # rows of x that one tensor-core instruction takes
 
-# Multiplications of one unit by a warp, from which on its halves are a loop: unrolled, the code of
-# such a round outgrows the instruction cache next to the multiprocessor's schedulers.
-ROLLED = 8
-
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 112, 32  # of a thread; an even share would be 96
-
 # Named barriers (0 to 3 belong to Pallas).
-DISPATCH, CONSUME, TURN = 4, 5, 6  # TURN + ring
+DISPATCH, CONSUME, TURN = 4, 5, 6  # TURN + warpgroup
 
 LAUNCH_UNIT = 1 << 16  # what a launch adds to the counter in all
 
@@ -193,13 +186,13 @@ class Layout:
 
     @property
     def k_warps(self) -> int:
-        """Warps of a ring that share a sum."""
+        """Warps of a warpgroup that share a sum."""
         return self.shape.k_slices // RINGS
 
     @property
     def m_warps(self) -> int:
-        """Warps of a ring with different outputs."""
-        return RING_WARPS // self.k_warps
+        """Warps of a warpgroup with different outputs."""
+        return GROUP_WARPS // self.k_warps
 
     @property
     def chunk_blocks(self) -> int:
@@ -299,7 +292,7 @@ class Layout:
             slot_bytes=self.slot_bytes,
             slots=self.tiling.slots,
             rings=RINGS,
-            consumers=RING_WARPS,
+            consumers=GROUP_WARPS,
             barriers=self.barriers,
         )
 
@@ -476,8 +469,6 @@ class _Kernel:
 
     def produce(self) -> None:
         m = self.m
-        if PRODUCER_REGISTERS:
-            m.own_registers(PRODUCER_REGISTERS, more=False)
         producer = m.warp - CONSUMERS
         self.ring = producer % RINGS
         m.if_(producer < RINGS, lambda: self.walk(self.gate_up_weights, self.down_weights))
@@ -647,13 +638,11 @@ class _Kernel:
             m.fence_async("global")  # the rows were written as ordinary stores
         self.rounds(fetch, q, count)
 
-    # Consumers: two warpgroups a ring.
+    # Consumers: two warpgroups.
 
     def consume(self) -> None:
         m = self.m
-        if CONSUMER_REGISTERS:
-            m.own_registers(CONSUMER_REGISTERS, more=True)
-        self.ring, self.ring_warp = m.warp // RING_WARPS, m.warp % RING_WARPS
+        self.ring, self.group_warp = m.warp // GROUP_WARPS, m.warp % GROUP_WARPS
         q = 0
         if "gate_up" in self.phases:
 
@@ -665,8 +654,7 @@ class _Kernel:
             if "down" in self.phases:
                 self.announce()
         if "down" in self.phases:
-            # 64 outputs keep four warps of a ring busy.
-            m.if_(self.ring_warp < GROUP_WARPS, lambda: self.consume_down(q))
+            self.consume_down(q)
 
     def announce(self) -> None:
         """Tells the grid that this block's hidden rows are in memory."""
@@ -704,47 +692,23 @@ class _Kernel:
         each instruction. Group after group: two steps of 16 inputs, times the scale.
         """
         m = self.m
-        if len(x) * len(units) < ROLLED:
-            scales = [m.load_shared(unit + self.g * 16, CODE_WORDS * 4, 4) for unit in units]
-            for half in range(2):
-                self.multiply_half(sums, units, x, [scale[2 * half :] for scale in scales], half)
-            return
-
-        def half_(half: Value, *flat: Value) -> Sequence[Value]:
-            inner = _nested(flat, len(units), len(x))
-            address = [unit + self.g * 16 + half * 8 for unit in units]
-            scales = [m.load_shared(at, CODE_WORDS * 4, 2) for at in address]
-            moved = [unit + half * 512 for unit in units], [at + half * (2 * GROUP * 2) for at in x]
-            self.multiply_half(inner, *moved, scales, 0)
-            return _flat(inner)
-
-        sums[:] = _nested(m.for_(0, 2, half_, _flat(sums)), len(units), len(x))
-
-    def multiply_half(
-        self,
-        sums: list[list[list[Value]]],
-        units: Sequence[Value],
-        x: Sequence[Value],
-        scales: Sequence[Sequence[Value]],
-        half: int,
-    ) -> None:
-        """Half of a unit: two groups of 32 inputs; scales: of each block, both groups."""
-        m = self.m
-        codes = [m.load_shared(unit + m.lane * 16, half * 512, 4) for unit in units]
-        for group in range(2):
-            index = half * 2 + group
-            rows = [m.load_shared(address, index * GROUP * 2, 4) for address in x]
-            for block, words in enumerate(codes):
-                steps = [m.unpack(words[2 * group + step]) for step in range(2)]
-                scale = scales[block][group]
-                low, high = m.as_float(m.shl(scale, 16)), m.as_float(scale & -65536)
-                for i, row in enumerate(rows):
-                    partial = m.mma(None, steps[0], row[:2])
-                    partial = m.mma(partial, steps[1], row[2:])
-                    sums[block][i] = [
-                        m.fma(value, (low, low, high, high)[k], sums[block][i][k])
-                        for k, value in enumerate(partial)
-                    ]
+        scales = [m.load_shared(unit + self.g * 16, CODE_WORDS * 4, 4) for unit in units]
+        for half in range(2):
+            codes = [m.load_shared(unit + m.lane * 16, half * 512, 4) for unit in units]
+            for group in range(2):
+                index = half * 2 + group
+                rows = [m.load_shared(address, index * GROUP * 2, 4) for address in x]
+                for block, words in enumerate(codes):
+                    steps = [m.unpack(words[2 * group + step]) for step in range(2)]
+                    scale = scales[block][index]
+                    low, high = m.as_float(m.shl(scale, 16)), m.as_float(scale & -65536)
+                    for i, row in enumerate(rows):
+                        partial = m.mma(None, steps[0], row[:2])
+                        partial = m.mma(partial, steps[1], row[2:])
+                        sums[block][i] = [
+                            m.fma(value, (low, low, high, high)[k], sums[block][i][k])
+                            for k, value in enumerate(partial)
+                        ]
 
     def consume_chunk(self, block: Value, q: Value) -> tuple[Value, Value]:
         layout = self.layout
@@ -775,7 +739,7 @@ class _Kernel:
     ) -> None:
         """One chunk with `count` blocks a warp: sums over all of D, SwiGLU, hidden rows."""
         m, layout = self.m, self.layout
-        k_warp, m_warp = self.ring_warp % layout.k_warps, self.ring_warp // layout.k_warps
+        k_warp, m_warp = self.group_warp % layout.k_warps, self.group_warp // layout.k_warps
         local = [i * layout.m_warps + m_warp for i in range(count)]  # blocks of this warp
 
         def round_(i: Value, *flat: Value) -> Sequence[Value]:
@@ -853,7 +817,7 @@ class _Kernel:
             mine, index = i // each, i % each * RINGS + self.ring
             outputs = m.cta + mine * self.num_blocks
             # Items in order, and with an even number of them one set of outputs after another;
-            # with an odd number this ring has both the last item and the next first one.
+            # with an odd number this warpgroup has both the last item and the next first one.
             even = items % 2 == 0
             waits = (index > 0) | ((mine > 0) & even)
             passes = (index + 1 < items) | ((mine + 1 < self.my_down_tiles) & even)
@@ -896,47 +860,28 @@ class _Kernel:
             slot = self.rings.slot(self.ring, q + i)
             self.rings.wait_full(m, self.ring, q + i)
             for b in range(len(tiles)):
-                first = slot + b * layout.down_weight_bytes + self.ring_warp * UNIT_BYTES
-                x = slot + rows_base + b * tile_rows_bytes
-                sums[b : b + 1] = self.down_units(sums[b : b + 1], first, [x + o for o in offsets])
-            # For the ring's other warpgroup too.
-            self.rings.release(m, self.ring, q + i, arrivals=RING_WARPS // GROUP_WARPS)
+                for unit in range(layout.tiling.down_units):
+                    place = unit * DOWN_BLOCKS + self.group_warp
+                    units = [slot + b * layout.down_weight_bytes + place * UNIT_BYTES]
+                    x = slot + rows_base + b * tile_rows_bytes + unit * (UNIT_INPUTS * 2)
+                    self.multiply(sums[b : b + 1], units, [x + offset for offset in offsets])
+            self.rings.release(m, self.ring, q + i)
             return _flat(sums)
 
         zeros = [m.zero()] * (4 * len(tiles) * len(offsets))
         flat = m.for_(0, layout.down_rounds, round_, zeros)
-        output = outputs * DOWN_ROWS + self.ring_warp * BLOCK + self.g
+        output = outputs * DOWN_ROWS + self.group_warp * BLOCK + self.g
         terms = [
             self.terms(sums, *tile, output)
             for tile, sums in zip(tiles, _nested(flat, len(tiles), len(offsets)), strict=True)
         ]
-        threads = RINGS * GROUP_WARPS * WARP
+        threads = CONSUMERS * WARP
         m.if_(waits, lambda: m.sync(TURN + self.ring, threads))
         for of_tile in terms:
             for address, offset, value, held in of_tile:
                 m.add_float("out", address, value, held, offset)
             m.sync_warp()  # the next tile's experts come after this one's
         m.if_(passes, lambda: m.arrive(TURN + 1 - self.ring, threads))
-
-    def down_units(
-        self, sums: list[list[list[Value]]], first: Value, x: Sequence[Value]
-    ) -> list[list[list[Value]]]:
-        """sums + all units of a slot; first: address of the warp's block of unit 0."""
-        count = self.layout.tiling.down_units
-
-        def unit_(unit: Value, *flat: Value) -> Sequence[Value]:
-            inner = _nested(flat, 1, len(x))
-            places = [first + unit * (DOWN_BLOCKS * UNIT_BYTES)]
-            self.multiply(inner, places, [at + unit * (UNIT_INPUTS * 2) for at in x])
-            return _flat(inner)
-
-        flat = _flat(sums)
-        if count * len(x) >= ROLLED:
-            flat = self.m.for_(0, count, unit_, flat)
-        else:
-            for unit in range(count):
-                flat = unit_(unit, *flat)
-        return _nested(flat, 1, len(x))
 
     def terms(
         self, sums: Sequence[Sequence[Value]], rows: Value, first: Value, output: Value

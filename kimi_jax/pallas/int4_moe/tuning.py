@@ -6,7 +6,7 @@ A tiling changes the time of a call, never a bit of its result (see `program`).
 import dataclasses
 import math
 
-from kimi_jax.pallas.int4_moe.program import CONSUMERS, Layout, Shape, Tiling
+from kimi_jax.pallas.int4_moe.program import Layout, Shape, Tiling
 from kimi_jax.pallas.stream.packing import padded
 from kimi_jax.pallas.stream.target import SHARED_GRANULE, Target
 
@@ -15,10 +15,10 @@ ENOUGH_BYTES = 128 * 1024
 CHUNKS = 1.8
 DOWN_UNITS = 4
 
-_WIDE = Tiling(tile_rows=8, warp_blocks=2, down_units=2, down_tiles=2, slots=4, stream=True)
+_WIDE = Tiling(tile_rows=8, warp_blocks=4, down_units=2, down_tiles=2, slots=4, stream=True)
 MEASURED: dict[str, dict[tuple[int, int, int, int, int], Tiling]] = {
     "sm_90": {  # one H200; what the rule gives took 1.5 to 5 % longer
-        (9, 384, 384, 7168, 256): dataclasses.replace(_WIDE, warp_blocks=1, stream=False),
+        (9, 384, 384, 7168, 256): dataclasses.replace(_WIDE, warp_blocks=2, stream=False),
         (33, 384, 384, 7168, 256): _WIDE,
         (64, 384, 384, 7168, 256): _WIDE,
         (128, 384, 384, 7168, 256): dataclasses.replace(_WIDE, slots=3),
@@ -40,7 +40,7 @@ def by_rule(shape: Shape, target: Target) -> Tiling:
 
     tile_rows: so that few experts have more rows, and their weights are read once. warp_blocks:
     such that a multiprocessor still has CHUNKS chunks, for one to load while another is summed; at
-    most 2 (32 sums a lane with 32 rows). A slot of down: DOWN_UNITS units, then what keeps most
+    most 4 (32 sums a lane with 8 rows). A slot of down: DOWN_UNITS units, then what keeps most
     bytes of weights in flight. Smaller tiles where shared memory does not hold two slots a ring.
     """
     experts = expected_experts(shape)
@@ -48,10 +48,10 @@ def by_rule(shape: Shape, target: Target) -> Tiling:
     likely = mean + 1.5 * math.sqrt(mean)
     tile_rows = next((n for n in (8, 16) if min(likely, shape.rows) <= n), 32)
     share = experts * shape.gate_blocks / target.num_cores
-    m_warps = CONSUMERS // shape.k_slices
-    warp_blocks = 2 if share >= CHUNKS * 2 * m_warps else 1
+    m_warps = 8 // shape.k_slices
+    warp_blocks = next((n for n in (4, 2) if share >= CHUNKS * n * m_warps), 1)
     for rows in (n for n in (32, 16, 8) if n <= tile_rows):
-        for blocks in (n for n in (2, 1) if n <= warp_blocks):
+        for blocks in (n for n in (4, 2, 1) if n <= warp_blocks):
             fitting = candidates(shape, target, tile_rows=rows, warp_blocks=blocks)
             if fitting:
                 most = max(_units_in_slot(tiling) for tiling in fitting)

@@ -362,9 +362,6 @@ class Warp:
 
             self._scheduler.copies.append(land)
 
-    def own_registers(self, count, *, more):
-        pass
-
     def fence_mbarrier_init(self):
         pass
 

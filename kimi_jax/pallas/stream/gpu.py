@@ -350,10 +350,6 @@ class Gpu:
         )
 
     # Barriers and copies.
-    def own_registers(self, count: int, *, more: bool) -> None:
-        action = "inc" if more else "dec"
-        _ptx(f"setmaxnreg.{action}.sync.aligned.u32 {count};", convergent=True)
-
     def sync_warp(self) -> None:
         nvvm.bar_warp_sync(_constant(-1, _i32()))
 

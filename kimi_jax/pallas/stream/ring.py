@@ -51,7 +51,7 @@ class Rings:
     def wait_full(self, m: Machine, ring: Value, q: Value) -> None:
         m.mbarrier_wait(self.full(ring, q), (q // self.slots) % 2)
 
-    def release(self, m: Machine, ring: Value, q: Value, *, arrivals: int = 1) -> None:
-        """By each consumer, when it has read what it needs; arrivals: how many it stands for."""
+    def release(self, m: Machine, ring: Value, q: Value) -> None:
+        """By each consumer, when it has read what it needs."""
         m.sync_warp()
-        m.mbarrier_arrive(self.full(ring, q) + MBARRIER_BYTES, m.lane < arrivals)
+        m.mbarrier_arrive(self.full(ring, q) + MBARRIER_BYTES, m.lane == 0)
