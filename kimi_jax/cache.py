@@ -57,12 +57,12 @@ def abstract(
 ) -> Cache:
     """The cache as jax.ShapeDtypeStruct, for memory plans and compilation."""
     row = RowFormat(width=config.cache_row, dtype=dtype)
-    latent = jax.ShapeDtypeStruct(
+    latent: Any = jax.ShapeDtypeStruct(
         (config.num_hidden_layers, num_pages, page_size, row.width), row.dtype
     )
     if drafter is None:
         return Cache(latent=latent)
-    context = jax.ShapeDtypeStruct(
+    context: Any = jax.ShapeDtypeStruct(
         (
             drafter.num_hidden_layers,
             num_pages,

@@ -199,7 +199,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     times = data.get("times")  # the seal does not cover them
     known = times.get("mtime_ns") if isinstance(times, dict) else None
     if (
-        not isinstance(known, dict)
+        not isinstance(times, dict)
+        or not isinstance(known, dict)
         or "finished" not in times
         or set(known) != set(data["source"]["files"])
     ):

@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
@@ -114,14 +115,16 @@ def partials(
 ) -> Partials:
     """The sums of every unit. q [M H, R + PE], latent [L pages P, R + PE], own [M, R + PE]."""
     num_units = units.units.shape[0]
-    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+    def array(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     def matrix(rows: int, columns: int, *leading: int) -> Any:
-        tiling = plgpu.TilingTransform((ALIGNED, plan.swizzle // 2))
+        tiling = plgpu.TilingTransform((ALIGNED, plan.swizzle // 2))  # type: ignore[abstract]
         return plgpu.SMEM(
             (*leading, rows, columns),
             jnp.bfloat16,
-            transforms=(tiling, plgpu.SwizzleTransform(plan.swizzle)),
+            transforms=(tiling, plgpu.SwizzleTransform(plan.swizzle)),  # type: ignore[abstract]
         )
 
     barrier = plgpu.Barrier
@@ -134,9 +137,9 @@ def partials(
     kernel = plgpu.kernel(
         body,
         out_type=Partials(
-            out=jax.ShapeDtypeStruct((num_units, plan.queries, plan.rank), jnp.dtype(plan.sums)),
-            top=float32((num_units, plan.queries)),
-            total=float32((num_units, plan.queries)),
+            out=array((num_units, plan.queries, plan.rank), plan.sums),
+            top=array((num_units, plan.queries)),
+            total=array((num_units, plan.queries)),
         ),
         scratch_types=dict(
             q_latent=matrix(plan.queries, plan.rank, 1),
@@ -483,7 +486,7 @@ def _any_exceeds(scores: jax.Array, top: jax.Array, interpret: Any) -> jax.Array
         )
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
-    return vote(scores, top) > 0
+    return vote(scores, top) > 0  # type: ignore[call-arg]
 
 
 def _ancestor_words(refs: _Refs, plan: Plan, unit: _Unit) -> tuple[jax.Array, jax.Array]:
@@ -640,7 +643,7 @@ def _lay_down(
     )
 
 
-def _add_product(plan: Plan, acc: jax.Array, values: Any, probs: Any, interpret: Any) -> jax.Array:
+def _add_product(plan: Plan, acc: jax.Array, values: Any, probs: Any, interpret: Any) -> Any:
     """acc + V^T P: values [columns, TILE], probs [TILE, queries]."""
     if plan.tensor_core == "wgmma" and not interpret:
         return pl.run_state(lambda ref: plgpu.wgmma(ref, values, probs))(
