@@ -28,8 +28,10 @@ STAGES = ("propose", "forward", "attention", "experts", "unembed", "accept", "co
 """Scopes of a step; the innermost one counts. "forward" is what lies between its parts."""
 
 _INSTRUCTION = re.compile(r'%?(\S+) = .*metadata=\{[^}]*op_name="([^"]*)"')
+_METADATA = re.compile(r"metadata=\{[^}]*\}")
+_LONG = 4000  # characters; a line beyond has a whole kernel or a large constant in it
 _CONTAINER = re.compile(r"(while|call|conditional|async)([.\-_]|$)")  # its events hold the others'
-_DEVICE = "/device:"  # planes of accelerators; a CPU's programs run in the host's plane
+_DEVICE = "/device:GPU:"  # planes of GPUs; a CPU runs its programs in the plane of the host
 _PROGRAMS = "*.hlo.txt"
 
 
@@ -102,6 +104,18 @@ class Profile:
         return "\n".join(rows)
 
 
+def brief(program_text: str) -> str:
+    """The text without what its longest lines carry: a Mosaic call holds its kernel, 0.5 MB."""
+
+    def short(line: str) -> str:
+        if len(line) <= _LONG:
+            return line
+        metadata = _METADATA.search(line)
+        return f"{line[: _LONG // 4]} ... {metadata[0] if metadata else ''}"
+
+    return "\n".join(map(short, program_text.splitlines()))
+
+
 def scopes(program_text: str) -> dict[str, str]:
     """Instruction -> path of scopes, e.g. "jit(decode_steps)/while/body/forward/layer0/dot"."""
     lines = map(_INSTRUCTION.search, program_text.splitlines())
@@ -116,7 +130,8 @@ def stage_of(path: str) -> str:
 def keep_programs(folder: str | Path, program_texts: Iterable[str]) -> None:
     """Puts `compiled.as_text()` of the programs that a trace is of beside it."""
     for number, text in enumerate(program_texts):
-        (Path(folder) / f"program{number}{_PROGRAMS[1:]}").write_text(text, encoding="utf-8")
+        path = Path(folder) / f"program{number}{_PROGRAMS[1:]}"
+        path.write_text(brief(text), encoding="utf-8")
 
 
 def read(folder: str | Path, module: str, program_texts: Iterable[str] | None = None) -> Profile:
@@ -183,7 +198,7 @@ class _Event:
 
 
 def _events(folder: str | Path) -> list[_Event]:
-    """What ran on the first accelerator of the newest trace, or on a CPU if there is none."""
+    """What ran on the first GPU of the newest trace, or on the CPU if there is none."""
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not traces:
         raise NoEvents(f"there is no trace (*.xplane.pb) in {folder}")
