@@ -5,11 +5,12 @@
 Traces are JAX's own (`jax.profiler`): each event of a device names the instruction of the compiled
 program that it ran, and the program's text says under which `named_scope` that instruction was
 written. `keep_programs` puts the texts beside a trace, so that it can be read later; on a GPU the
-events also carry a path themselves, which serves where there is no text.
+events may also carry a path themselves, which serves where there is no text.
 
-XLA leaves CUDA graphs out while a trace is taken: kernels' own times are those of a timed run, the
-gaps between them are not. With --xla_enable_command_buffers_during_profiling=true in XLA_FLAGS the
-graphs stay, and so do the gaps; what ran inside of a graph may then be without a stage.
+What ran inside of a CUDA graph says nothing but the kernel's name. XLA names a kernel after the
+instruction that it was first made for, '.' and '-' as '_', and layers share it; a Mosaic kernel has
+its own name, which is one of the scopes. A library's kernels, copies and fills have neither: they
+belong to the kernel before them on their stream.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ import jax
 STAGES = ("propose", "forward", "attention", "experts", "unembed", "accept", "commit")
 """Scopes of a step; the innermost one counts. "forward" is what lies between its parts."""
 
-_INSTRUCTION = re.compile(r'%?(\S+) = .*metadata=\{[^}]*op_name="([^"]*)"')
+OTHER = "other"  # in no stage
+
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?(\S+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?(\S+) = (.*)")
+_OP_NAME = re.compile(r'metadata=\{[^}]*op_name="([^"]*)"')
+_CALLS = re.compile(r"calls=%?([\w.-]+)")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_MOSAIC = "_mosaic_gpu_kernel"  # what Mosaic adds to a kernel's own name
 _METADATA = re.compile(r"metadata=\{[^}]*\}")
 _LONG = 4000  # characters; a line beyond has a whole kernel or a large constant in it
 _CONTAINER = re.compile(r"(while|call|conditional|async)([.\-_]|$)")  # its events hold the others'
@@ -117,14 +125,81 @@ def brief(program_text: str) -> str:
 
 
 def scopes(program_text: str) -> dict[str, str]:
-    """Instruction -> path of scopes, e.g. "jit(decode_steps)/while/body/forward/layer0/dot"."""
-    lines = map(_INSTRUCTION.search, program_text.splitlines())
-    return {match[1]: match[2] for match in lines if match}
+    """Instruction -> path of scopes, e.g. "jit(decode_steps)/while/body/forward/layer0/dot".
+
+    What XLA makes itself has no path, or one that ends above the stages (the parts of a split
+    product, a layout's copies): it gets that of its body, else of the first that uses it.
+    """
+    found: dict[str, str] = {}
+    bodies: dict[str, str] = {}  # computation -> a path in the stage of most of it
+    for computation, lines in _computations(program_text):
+        used: dict[str, str] = {}  # instruction -> path of its first user
+        stages: dict[str, list[str]] = collections.defaultdict(list)
+        for name, line in reversed(lines):  # users stand behind what they use
+            match, calls = _OP_NAME.search(line), _CALLS.search(line)
+            paths = [match[1] if match else "", bodies.get(calls[1], "") if calls else ""]
+            paths.append(used.get(name, ""))
+            path = next((path for path in paths if stage_of(path) != OTHER), paths[0])
+            if path:
+                found[name] = path
+            if (stage := stage_of(path)) != OTHER:
+                stages[stage].append(path)
+                used.update(dict.fromkeys(_OPERAND.findall(line), path))
+        if stages:
+            bodies[computation] = max(stages.values(), key=len)[0]
+    return found
+
+
+def _computations(program_text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Each computation with its instructions, (name, rest of the line), in the order of the text:
+    what is called comes first."""
+    name, lines = "", []
+    for line in program_text.splitlines():
+        if head := _COMPUTATION.match(line):
+            yield name, lines
+            name, lines = head[1], []
+        elif instruction := _INSTRUCTION.match(line):
+            lines.append(instruction.groups())
+    yield name, lines
 
 
 def stage_of(path: str) -> str:
     """The innermost stage of a step that a path lies in, or "other"."""
-    return next((part for part in reversed(path.split("/")) if part in STAGES), "other")
+    return next((part for part in reversed(path.split("/")) if part in STAGES), OTHER)
+
+
+class Program:
+    """Where each kernel of a compiled program belongs."""
+
+    def __init__(self, program_text: str):
+        self._paths = scopes(program_text)
+        self._kernels = {
+            _as_kernel(name): self._paths.get(name, "")
+            for _, lines in _computations(program_text)
+            for name, _ in lines
+        }
+        for path in self._paths.values():
+            for scope in path.split("/"):
+                self._kernels.setdefault(f"{scope}{_MOSAIC}", path)
+
+    def path(self, instruction: str, kernel: str) -> str | None:
+        """Of an event that names one or both ("": it has none); None: the program knows neither."""
+        if instruction in self._paths:
+            return self._paths[instruction]
+        name = _as_kernel(kernel)
+        while name not in self._kernels:  # a second kernel of a name has a number behind it
+            name, number = name.rpartition("_")[::2]
+            if not name or not number.isdigit():
+                return None
+        return self._kernels[name]
+
+    def knows(self, seen: Iterable[tuple[str, str]]) -> int:
+        """How many of these (instruction, kernel)."""
+        return sum(self.path(*names) is not None for names in seen)
+
+
+def _as_kernel(instruction: str) -> str:
+    return re.sub(r"[.\-]", "_", instruction)
 
 
 def keep_programs(folder: str | Path, program_texts: Iterable[str]) -> None:
@@ -147,22 +222,13 @@ def read(folder: str | Path, module: str, program_texts: Iterable[str] | None = 
     """
     if program_texts is None:
         program_texts = [path.read_text("utf-8") for path in sorted(Path(folder).rglob(_PROGRAMS))]
-    programs = [scopes(text) for text in program_texts]
+    programs = [Program(text) for text in program_texts] or [Program("")]
     events = [event for event in _events(folder) if event.module in (module, "")]
     if not any(event.module for event in events):
         raise NoEvents(f"the trace in {folder} has no event of {module}")
-    instructions: dict[int, set[str]] = collections.defaultdict(set)
-    for event in events:
-        instructions[event.program].add(event.instruction)
-    # Programs share a name: the text that knows most of the instructions is this one's.
-    known = {
-        program: max(programs, key=lambda text: len(text.keys() & seen), default={})
-        for program, seen in instructions.items()
-    }
     totals: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for event in events:
-        path = known[event.program].get(event.instruction, event.path)
-        totals[stage_of(path), event.name].append(event.seconds)
+    for event, stage in _staged(events, programs):
+        totals[stage, event.name].append(event.seconds)
     kernels = [
         Kernel(stage=stage, name=name, calls=len(runs), seconds=sum(runs))
         for (stage, name), runs in totals.items()
@@ -172,6 +238,29 @@ def read(folder: str | Path, module: str, program_texts: Iterable[str] | None = 
         span=1e-9 * (max(e.end for e in events) - min(e.begin for e in events)),
         busy=1e-9 * _covered((event.begin, event.end) for event in events),
     )
+
+
+def _staged(
+    events: Iterable["_Event"], programs: Sequence[Program]
+) -> Iterator[tuple["_Event", str]]:
+    """Each event with its stage, in the order of time."""
+    events = sorted(events, key=lambda event: event.begin)
+    names: dict[int, set[tuple[str, str]]] = collections.defaultdict(set)
+    for event in events:
+        names[event.program].add((event.instruction, event.name))
+    # Programs share a name: the text that knows most of the kernels is this one's.
+    known = {
+        number: max(programs, key=lambda program: program.knows(seen))
+        for number, seen in names.items()
+    }
+    before: dict[str, str] = {}  # stream -> stage of its last kernel that was known
+    for event in events:
+        path = known[event.program].path(event.instruction, event.name)
+        if path or event.path or event.instruction:
+            before[event.stream] = stage_of(path or event.path)
+            yield event, before[event.stream]
+        else:
+            yield event, before.get(event.stream, OTHER) if path is None else OTHER
 
 
 def stage_seconds(
@@ -187,8 +276,9 @@ class _Event:
     name: str
     module: str  # "" if the event does not say
     program: int
-    instruction: str
+    instruction: str  # "" if the event does not say
     path: str
+    stream: str
     begin: float  # ns; as a float of the time of day it is good to 256 of them
     seconds: float
 
@@ -215,7 +305,7 @@ def _of_plane(plane: Any) -> Iterator[_Event]:
     for line in plane.lines:
         if line.name.startswith("Stream"):
             for event in line.events:
-                yield _event(event, dict(event.stats), event.name)
+                yield _event(event, dict(event.stats), event.name, line.name)
 
 
 def _of_host(planes: Iterable[Any]) -> Iterator[_Event]:
@@ -225,16 +315,17 @@ def _of_host(planes: Iterable[Any]) -> Iterator[_Event]:
                 stats = dict(event.stats)
                 instruction = str(stats.get("hlo_op", ""))
                 if instruction and not _CONTAINER.match(instruction):
-                    yield _event(event, stats, instruction)
+                    yield _event(event, stats, instruction, line.name)
 
 
-def _event(event: Any, stats: Mapping[str, Any], name: str) -> _Event:
+def _event(event: Any, stats: Mapping[str, Any], name: str, stream: str) -> _Event:
     return _Event(
         name=name,
         module=str(stats.get("hlo_module", "")),
         program=int(stats.get("program_id", 0)),
         instruction=str(stats.get("hlo_op", "")),
         path=str(stats.get("name", "")),
+        stream=stream,
         begin=event.start_ns,
         seconds=event.duration_ns * 1e-9,
     )
