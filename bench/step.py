@@ -182,7 +182,7 @@ def describe(arguments: argparse.Namespace) -> Model:
         kernels=kernels,
         dtype=dtype,
         target=_with_bias(target, SKEWED if arguments.routing == "skewed" else UNIFORM),
-        draft=_peaked(draft),
+        draft=_undecided(draft),
     )
 
 
@@ -198,15 +198,13 @@ def _with_bias(target: Any, std: float) -> Any:
     return dataclasses.replace(target, layers=tuple(layer(one) for one in target.layers))
 
 
-def _peaked(draft: Any) -> Any:
-    """A drafter whose slots attend to few places each, so that they do not all say the same."""
+def _undecided(draft: Any) -> Any:
+    """A drafter whose logits differ little, so that every node of a tree holds another token.
 
-    def layer(one: Any) -> Any:
-        norms = {name: getattr(one, name) for name in ("q_norm", "k_norm")}
-        sharp = Normal(mean=3.0, std=0.3)
-        return one.replace(**{n: dataclasses.replace(p, init=sharp) for n, p in norms.items()})
-
-    return dataclasses.replace(draft, layers=tuple(layer(one) for one in draft.layers))
+    A random drafter that is sure of its tokens says the same in all slots, and rows of the same
+    token choose the same experts. With flat logits a node at depth 1 beats any behind it.
+    """
+    return draft.replace(norm=dataclasses.replace(draft.norm, init=Normal(mean=0.1, std=0.01)))
 
 
 def draw(described: Any, seed: int) -> Any:
