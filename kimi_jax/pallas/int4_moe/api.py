@@ -148,8 +148,8 @@ def routed_experts(
     if not isinstance(experts, Packed):
         if implementation == "mosaic":
             raise ValueError(
-                "int4_moe: implementation='mosaic' needs experts in the kernel's order: call pack once,"
-                " at load"
+                "int4_moe: implementation='mosaic' needs experts in the kernel's order: call pack,"
+                " once, at load"
             )
         choose(implementation, target=target)
         if layer is not None:
