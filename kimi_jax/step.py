@@ -53,6 +53,7 @@ class StepPlan:
     num_logprobs: int = 0  # how many of the likeliest tokens are reported beside the emitted one
     layout: Layout = SINGLE  # the devices, and what lies where
     kernels: Kernels = REFERENCE  # what the target's operations run on
+    report_experts: bool = False  # whether the output says which experts every row was sent to
 
     def __post_init__(self) -> None:
         if self.budget and self.drafter is None:
@@ -160,7 +161,8 @@ class StepOutput:
     tokens int32 [B, DEPTH + 1], of which `count` int32 [B] are emitted; finish int32 [B] as in
     `Accepted`; nodes int32 [B]: live tree nodes verified; logprobs float32 [B, DEPTH + 1]: of the
     emitted tokens under the target's own distribution (temperature 1, before bias and truncation);
-    top_ids int32, top_logprobs float32 [B, DEPTH + 1, num_logprobs].
+    top_ids int32, top_logprobs float32 [B, DEPTH + 1, num_logprobs]; experts int32
+    [B, N + 1, L_moe, K] of every row of the trees (-1: dead row), or None.
     """
 
     tokens: jax.Array
@@ -170,6 +172,7 @@ class StepOutput:
     logprobs: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    experts: jax.Array | None = None
 
 
 def propose(
@@ -344,7 +347,7 @@ def decode_step(
         verdict = forward(weights, state, control, tree, plan=plan)
     with jax.named_scope("accept"):
         outcome = accept(verdict.logits, tree, state, control, plan=plan)
-        output = _report(verdict.logits, tree, outcome, plan=plan)
+        output = _report(verdict, tree, outcome, plan=plan)
     with jax.named_scope("commit"):
         state = commit(drafter, state, control, outcome, verdict, plan=plan)
     return state, output
@@ -527,9 +530,9 @@ def _write(
     )
 
 
-def _report(logits: jax.Array, tree: Tree, outcome: Accepted, *, plan: StepPlan) -> StepOutput:
+def _report(verdict: Forward, tree: Tree, outcome: Accepted, *, plan: StepPlan) -> StepOutput:
     vocab = plan.layout.group("vocab")
-    log_probs = sampling.log_softmax(logits[outcome.rows], vocab)  # [B, DEPTH + 1, VOCAB]
+    log_probs = sampling.log_softmax(verdict.logits[outcome.rows], vocab)  # [B, DEPTH + 1, VOCAB]
     top_logprobs, top_ids = sampling.top(log_probs, plan.num_logprobs, vocab)
     return StepOutput(
         tokens=outcome.tokens,
@@ -539,4 +542,10 @@ def _report(logits: jax.Array, tree: Tree, outcome: Accepted, *, plan: StepPlan)
         logprobs=sampling.pick(log_probs, jnp.maximum(outcome.tokens, 0), vocab),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
+        experts=_by_row(verdict.experts, tree) if plan.report_experts else None,
     )
+
+
+def _by_row(experts: jax.Array, tree: Tree) -> jax.Array:
+    """[L_moe, M, K] -> [B, N + 1, L_moe, K]."""
+    return experts.swapaxes(0, 1).reshape(*tree.tokens.shape, -1, experts.shape[-1])
