@@ -211,10 +211,8 @@ def _keys_values(
     weights: DrafterLayer, config: DrafterConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """k (normed and rotated) and v of rows x [T, D]: [T, KV, HD] in x's dtype."""
-    # Products of the same rows would be merged, and their weights put side by side in every step.
-    x, w_k, w_v = lax.optimization_barrier((x, weights.k, weights.v))
-    k = rms_norm(einsum("td,knd->tkn", x, w_k), weights.k_norm, config.rms_norm_eps)
-    v = einsum("td,knd->tkn", lax.optimization_barrier(x), w_v)
+    k = rms_norm(einsum("td,knd->tkn", x, weights.k), weights.k_norm, config.rms_norm_eps)
+    v = einsum("td,knd->tkn", x, weights.v)
     return rope.rotate_half(k, cos, sin).astype(x.dtype), v.astype(x.dtype)
 
 
