@@ -23,11 +23,13 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:
     """x [M, D], live bool [M] -> expert ids int32 [M, K] (-1 for a dead row), weights float32.
 
-    All in float32 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), bfloat16 operands unconverted:
-    their products are exact in float32. The bias takes part in the choice only, the weights are
-    the unbiased sigmoids. `routed_scaling_factor` enters here and nowhere else.
+    All in float32 (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the bias takes part in the
+    choice only, the weights are the unbiased sigmoids. `routed_scaling_factor` enters here and
+    nowhere else.
     """
-    scores = jax.nn.sigmoid(einsum("md,ed->me", x, weights.router))
+    scores = jax.nn.sigmoid(
+        einsum("md,ed->me", x.astype(jnp.float32), weights.router.astype(jnp.float32))
+    )
     _, ids = lax.top_k(scores + weights.router_bias, config.num_experts_per_tok)
     chosen = jnp.take_along_axis(scores, ids, axis=-1)
     if config.norm_topk_prob:
