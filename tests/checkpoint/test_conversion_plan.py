@@ -79,8 +79,8 @@ def test_the_real_checkpoint_is_planned_from_headers_within_seconds(tmp_path):
     largest = max(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))
     assert made.host_bytes <= 3 * largest + GIB
     assert max(leaf.chunk_bytes for job in made.jobs for leaf in job.stored.values()) <= GIB
-    rows = {line.split()[0].strip(","): line for line in lines[-6:]}
-    assert [*rows] == ["single", "tp", "ep", "mixed", "context", "data"]
+    rows = {line.split()[0]: line for line in lines[-6:]}
+    assert [*rows] == ["single", "tp", "ep", "mixed", "context", "data_parallel_size=8,"]
     assert rows["single"].count("does not fit") == 3
     # An eighth of everything but what every device holds.
     weights = float(rows["tp"].split()[1])
