@@ -21,13 +21,15 @@ def heldout() -> list[list[int]]:
     return [prompt[: 8 + (i * 7) % 41] for i, prompt in enumerate(mixed)]
 
 
-def requests(count: int, tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(
+    count: int, tokens: int, *, top_p: float = 0.95
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Each prompt twice: greedy, and at T = 0.8 with a seed of its own."""
     prompts = heldout()[:count] * 2
     params = [
         SamplingParams(
             temperature=0.0 if i < count else 0.8,
-            top_p=0.95,
+            top_p=top_p,
             seed=i,
             max_tokens=tokens,
             ignore_eos=True,
