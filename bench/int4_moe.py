@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import child
 from kimi_jax.pallas.int4_moe import specs
 
 NO_START = 3  # exit code of a child that found no GPU: nothing else can be done
@@ -60,7 +60,7 @@ ERROR_BOUND = 1e-2
 # ------------------------------------------------------------------ the parent
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="int4_moe"))
     records: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ def main() -> None:
     while True:
         log = folder / f"records-{len(skipped)}.jsonl"
         failed = watch(arguments, log, skipped, fused)
-        records += read(log)
+        records += child.read(log)
         if failed is None:
             break
         skipped = [r["section"] for r in records if r.get("done")] + [
@@ -94,6 +94,7 @@ def main() -> None:
         pathlib.Path(arguments.output_json).write_text(json.dumps(report, indent=1) + "\n")
     print_tables(records)
     print(f"{report['seconds']} s")
+    return int(bool(child.failures(records)))
 
 
 def parse() -> argparse.Namespace:
@@ -119,34 +120,17 @@ def numbers(text: str) -> tuple[int, ...]:
 def watch(
     arguments: argparse.Namespace, log: pathlib.Path, skipped: list[str], fused: bool
 ) -> str | None:
-    """Runs a child until it ends (None) or is silent too long; then the section it was in."""
+    """A child's run, behind the sections that are to be left out; see `child.watch`."""
     command = [sys.executable, "-m", "bench.int4_moe", *sys.argv[1:]]
     command += ["--child", str(log), "--skip", ",".join(skipped)]
     command += [] if fused else ["--unfused"]
-    child = subprocess.Popen(command)
-    log.touch()
-    size, last = 0, time.monotonic()
-    while child.poll() is None:
-        time.sleep(0.5)
-        if log.stat().st_size != size:
-            size, last = log.stat().st_size, time.monotonic()
-        if time.monotonic() - last > SILENCE:
-            child.kill()
-    if child.returncode in (0, NO_START):
-        return None
-    current = [r["section"] for r in read(log) if r.get("begins")]
-    return current[-1] if current else "start"
-
-
-def read(log: pathlib.Path) -> list[dict[str, Any]]:
-    lines = log.read_text().splitlines() if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return child.watch(command, log, silence=SILENCE, ends=(0, NO_START))
 
 
 def print_tables(records: list[dict[str, Any]]) -> None:
     for record in records:
-        if record.get("error_text"):
-            print(f"FAILED {record['section']}: {record['error_text'].splitlines()[-1][:200]}")
+        if record.get("error"):
+            print(f"FAILED {record['section']}: {record['error'].splitlines()[-1][:200]}")
     checks = [r for r in records if "check" in r]
     good = sum(bool(r["passed"]) for r in checks)
     print(f"\nchecks: {good} of {len(checks)} passed")
@@ -220,7 +204,7 @@ class Child:
             except Exception as error:  # a section that fails is no reason to lose the others
                 text = traceback.format_exc()
                 print(text, flush=True)
-                self.write(failed=True, error_text=f"{text}\n{type(error).__name__}: {error}")
+                self.write(failed=True, error=f"{text}\n{type(error).__name__}: {error}")
                 if name == "start":
                     sys.exit(NO_START)
             print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
@@ -599,7 +583,7 @@ class Child:
                 job.result()
                 record = self.time(spec, rows, tiling, self.fused)
             except Exception as error:
-                self.write(error_text=f"{tiling}: {type(error).__name__}: {error}")
+                self.write(error=f"{tiling}: {type(error).__name__}: {error}")
                 continue
             found.append((record["us"], tiling))
             self.write(name=f"tune {spec.name}", rows=rows, tiling=brief(tiling), **record)
@@ -659,4 +643,4 @@ if __name__ == "__main__":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         Child(options).run()
     else:
-        main()
+        sys.exit(main())

@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import child
 from kimi_jax.pallas.tree_mla import specs
 
 SILENCE = 60.0  # seconds without a word from the child after which it counts as hung
@@ -89,7 +89,7 @@ CHANGES = (
 # ------------------------------------------------------------------ the parent
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="tree_mla"))
     records: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ def main() -> None:
     for attempt in range(12):
         log = folder / f"records-{attempt}.jsonl"
         failed = watch(log, done, began)
-        found = read(log)
+        found = child.read(log)
         records += found
         done += [r["section"] for r in found if r.get("done") or r.get("error")]
         if failed is None:
@@ -117,6 +117,7 @@ def main() -> None:
         pathlib.Path(arguments.output_json).write_text(json.dumps(report, indent=1) + "\n")
     print_tables(records)
     print(f"{report['seconds']} s")
+    return int(bool(child.failures(records)))
 
 
 def parse() -> argparse.Namespace:
@@ -133,26 +134,10 @@ def parse() -> argparse.Namespace:
 
 
 def watch(log: pathlib.Path, done: list[str], began: float) -> str | None:
-    """Runs a child until it ends (None) or is silent too long; then the section it was in."""
+    """A child's run, behind the sections that are done; see `child.watch`."""
     command = [sys.executable, "-m", "bench.tree_mla", *sys.argv[1:], "--child", str(log)]
-    child = subprocess.Popen([*command, "--done", "|".join(done), "--began", str(began)])
-    log.touch()
-    size, last = 0, time.monotonic()
-    while child.poll() is None:
-        time.sleep(0.5)
-        if log.stat().st_size != size:
-            size, last = log.stat().st_size, time.monotonic()
-        if time.monotonic() - last > SILENCE:
-            child.kill()
-    if child.returncode == 0:
-        return None
-    begun = [r["section"] for r in read(log) if r.get("begins")]
-    return begun[-1] if begun else "start"
-
-
-def read(log: pathlib.Path) -> list[dict[str, Any]]:
-    lines = log.read_text().splitlines() if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    command += ["--done", "|".join(done), "--began", str(began)]
+    return child.watch(command, log, silence=SILENCE)
 
 
 def print_tables(records: list[dict[str, Any]]) -> None:
@@ -676,4 +661,4 @@ if __name__ == "__main__":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         Child(options).run()
     else:
-        main()
+        sys.exit(main())
