@@ -1,7 +1,7 @@
 """Compiles the routed experts' kernel for every GPU it serves, on a machine without one.
 
-  python3 tests/compile_gpu.py                      all targets, the real model's and the tiny one's
-  python3 tests/compile_gpu.py --targets sm_120 --rows 1,9
+  python3 tests/compile_int4_moe.py                 all targets, the real model's and the tiny one's
+  python3 tests/compile_int4_moe.py --targets sm_120 --rows 1,9
 
 Not part of the normal tests: it needs JAX's CUDA wheels (`pip install -e .[cuda13]`; nothing runs
 on a GPU) and minutes. A line for each program: registers, spills, shared memory, temporary memory.
@@ -14,69 +14,37 @@ import argparse
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
+
+import without_gpu
 
 ROWS = (1, 2, 4, 9, 17, 33, 64, 128, 160, 256)
 LAYERS = 4
 SLACK = 64 * 1024  # bytes of temporary memory beside what the calls hand on
 
-DEVICES = {
-    "sm_90": dict(major=9, minor=0, cores=132, optin=232448, per_core=233472, threads=2048),
-    "sm_103": dict(major=10, minor=3, cores=148, optin=232448, per_core=233472, threads=2048),
-    "sm_120": dict(major=12, minor=0, cores=188, optin=101376, per_core=131072, threads=1536),
-}
-# XLA's GpuTargetConfigProto; bandwidth and memory size do not enter.
-TARGET_CONFIG = """
-gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-shared_memory_per_core: {per_core} threads_per_core_limit: {threads} core_count: {cores}
-fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-device_memory_size: 151397597184 shared_memory_per_block_optin: {optin}
-cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
-registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
-thread_dim_limit_y: 1024 thread_dim_limit_z: 64 driver_version: "13.0.0" runtime_version: "13.0.0"
-compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" device_address_bits: 64
-name: "{name}" }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{name}"
-"""
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", default=",".join(DEVICES))
+    parser.add_argument("--targets", default=",".join(without_gpu.DEVICES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--specs", default="TP8 slice,EP8 shapes,tiny-k2")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         return compile_for(arguments.child, arguments)
-    # JAX 0.11.2 compiles for one architecture a process.
-    environment = dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", JAX_PLATFORMS="cpu")
-    root = pathlib.Path(__file__).resolve().parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    bad = 0
-    for name in arguments.targets.split(","):
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-        bad += subprocess.run(command, env=environment).returncode != 0
-    return int(bad > 0)
+    return without_gpu.each(__file__, arguments.targets.split(","))
 
 
 def compile_for(name: str, arguments: argparse.Namespace) -> int:
     dump = tempfile.mkdtemp(prefix=f"mosaic-{name}")
     os.environ.update(MOSAIC_GPU_DUMP_TO=dump, MOSAIC_GPU_DUMP_PTXAS="1")
     import jax
-    from jax.experimental import topologies
 
     from kimi_jax.pallas.int4_moe import specs
     from kimi_jax.pallas.stream.target import KNOWN
 
-    config = TARGET_CONFIG.format(name=name, **DEVICES[name])
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=config, topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    mesh = without_gpu.mesh(name)
     wanted = arguments.specs.split(",")
     bad = 0
     with jax.set_mesh(mesh):

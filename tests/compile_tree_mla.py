@@ -15,11 +15,10 @@ import dataclasses
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 
-from compile_gpu import DEVICES, TARGET_CONFIG
+import without_gpu
 
 PAGES, BATCH, LAYERS = 64, 2, 3
 SLACK = 256 * 1024  # bytes of temporary memory beside the units' sums
@@ -27,22 +26,14 @@ SLACK = 256 * 1024  # bytes of temporary memory beside the units' sums
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", default=",".join(DEVICES))
+    parser.add_argument("--targets", default=",".join(without_gpu.DEVICES))
     parser.add_argument("--rows", default="1,9,33")
     parser.add_argument("--heads", default="8,64,4", help="4: the tiny model's sizes")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         return compile_for(arguments.child, arguments)
-    # JAX 0.11.2 compiles for one architecture a process.
-    environment = dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", JAX_PLATFORMS="cpu")
-    root = pathlib.Path(__file__).resolve().parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    bad = 0
-    for name in arguments.targets.split(","):
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-        bad += subprocess.run(command, env=environment).returncode != 0
-    return int(bad > 0)
+    return without_gpu.each(__file__, arguments.targets.split(","))
 
 
 def compile_for(name: str, arguments: argparse.Namespace) -> int:
@@ -51,16 +42,11 @@ def compile_for(name: str, arguments: argparse.Namespace) -> int:
         MOSAIC_GPU_DUMP_TO=str(dump), MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_PTX="1"
     )
     import jax
-    from jax.experimental import topologies
 
     from kimi_jax.pallas.stream.target import KNOWN
     from kimi_jax.pallas.tree_mla import plan, specs
 
-    config = TARGET_CONFIG.format(name=name, **DEVICES[name])
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=config, topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    mesh = without_gpu.mesh(name)
     cores = ("wgmma", "mma") if name == "sm_90" else ("mma",)
     bad = 0
     with jax.set_mesh(mesh):
