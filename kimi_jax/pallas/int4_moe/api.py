@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kimi_jax.pallas.int4_moe import packed, reference, tuning
+from kimi_jax.pallas.int4_moe import packed, reference
 from kimi_jax.pallas.int4_moe.packed import Packed
 from kimi_jax.pallas.int4_moe.packed import shapes as packed_shapes
-from kimi_jax.pallas.int4_moe.program import Shape
 from kimi_jax.pallas.stream import target as targets
 from kimi_jax.pallas.stream.target import Target
 
@@ -19,7 +18,6 @@ __all__ = [
     "Packed",
     "check",
     "choose",
-    "describe",
     "num_experts",
     "pack",
     "packed_shapes",
@@ -188,18 +186,6 @@ def routed_experts(
         layer=layer,
         routed_over=routed_over,
     )
-
-
-def describe(rows: int, choices: int, experts: Packed, *, target: Target | None = None) -> str:
-    """One line for the run log: the tiling that `rows` rows get."""
-    shape = Shape(
-        rows=rows,
-        choices=choices,
-        experts=experts.num_experts,
-        hidden=experts.hidden,
-        width=experts.width,
-    )
-    return str(tuning.choose(shape, target or _own_target()))
 
 
 def _own_target() -> Target:

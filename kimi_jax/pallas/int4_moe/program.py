@@ -28,7 +28,7 @@ float32 sum that the tensor cores make of it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kimi_jax.pallas.stream.machine import WARP, Machine, Value
 from kimi_jax.pallas.stream.packing import (
@@ -309,6 +309,16 @@ def program(m: Machine, layout: Layout, num_blocks: int, phases: tuple[Phase, ..
     _Kernel(m, layout, num_blocks, phases).run()
 
 
+class _Chunk(NamedTuple):
+    """Successive blocks of gate and up of one tile; see `_Kernel.tile` and `_Kernel.chunk`."""
+
+    expert: Value
+    rows: Value
+    first: Value
+    inside: Value
+    blocks: Value
+
+
 class _Kernel:
     def __init__(
         self, m: Machine, layout: Layout, num_blocks: int, phases: tuple[Phase, ...]
@@ -482,9 +492,8 @@ class _Kernel:
 
             def chunk(block: Value, q: Value) -> Sequence[Value]:
                 tile, inside, blocks = self.chunk(block)
-                expert, rows, first = self.tile(tile)
-                fetch = functools.partial(gate_up, expert, rows, first, inside, blocks)
-                self.rounds(fetch, q, layout.gate_rounds)
+                fetched = _Chunk(*self.tile(tile), inside, blocks)
+                self.rounds(functools.partial(gate_up, fetched), q, layout.gate_rounds)
                 return [block + blocks, q + layout.gate_rounds]
 
             _, q = m.while_(self.before_end, chunk, [self.first_block, 0])
@@ -507,23 +516,14 @@ class _Kernel:
         """First of the k_warps units of 128 inputs of the ring's i-th round."""
         return i * self.shape.k_slices + self.ring * self.layout.k_warps
 
-    def gate_up_weights(
-        self,
-        expert: Value,
-        rows: Value,
-        first: Value,
-        inside: Value,
-        blocks: Value,
-        i: Value,
-        q: Value,
-    ) -> None:
+    def gate_up_weights(self, chunk: _Chunk, i: Value, q: Value) -> None:
         m, shape, layout = self.m, self.shape, self.layout
         slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
-        unit_bytes = blocks * UNIT_BYTES
-        num_bytes = layout.k_warps * (unit_bytes + rows * (UNIT_INPUTS * 2))
+        unit_bytes = chunk.blocks * UNIT_BYTES
+        num_bytes = layout.k_warps * (unit_bytes + chunk.rows * (UNIT_INPUTS * 2))
         m.mbarrier_expect(full, num_bytes, m.lane == 0)
-        line = (self.first_expert + expert) * shape.hidden_units + self.gate_up_unit(i)
-        line = m.wide(line) * shape.gate_blocks + inside
+        line = (self.first_expert + chunk.expert) * shape.hidden_units + self.gate_up_unit(i)
+        line = m.wide(line) * shape.gate_blocks + chunk.inside
         for j in range(layout.k_warps):
             m.copy(
                 slot + j * (layout.chunk_blocks * UNIT_BYTES),
@@ -535,16 +535,7 @@ class _Kernel:
                 stream=layout.tiling.stream,
             )
 
-    def gate_up_rows(
-        self,
-        expert: Value,
-        rows: Value,
-        first: Value,
-        inside: Value,
-        blocks: Value,
-        i: Value,
-        q: Value,
-    ) -> None:
+    def gate_up_rows(self, chunk: _Chunk, i: Value, q: Value) -> None:
         """A lane copies its row of x."""
         m, shape, layout = self.m, self.shape, self.layout
         slot, full = self.rings.slot(self.ring, q), self.rings.full(self.ring, q)
@@ -552,10 +543,10 @@ class _Kernel:
         m.copy(
             slot + layout.gate_weight_bytes + m.lane * layout.gate_row_stride,
             "x",
-            (self.pair_row(first, rows) * shape.padded_hidden + column) * 2,
+            (self.pair_row(chunk.first, chunk.rows) * shape.padded_hidden + column) * 2,
             layout.k_warps * UNIT_INPUTS * 2,
             full,
-            m.lane < rows,
+            m.lane < chunk.rows,
         )
 
     def pair_row(self, first: Value, rows: Value) -> Value:

@@ -14,11 +14,6 @@ def unpack(codes: jax.Array) -> jax.Array:
     return pairs.reshape(*codes.shape[:-1], -1)
 
 
-def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """float32 [..., n] weights of codes uint8 [..., n / 2] and scales [..., n / 32], exactly."""
-    return unpack(codes) * jnp.repeat(scales.astype(jnp.float32), GROUP, axis=-1)
-
-
 def routed_experts(
     x: jax.Array,
     ids: jax.Array,

@@ -16,8 +16,8 @@ DOWN_UNITS = 4
 
 MEASURED: dict[str, dict[tuple[int, int, int, int, int], Tiling]] = {}
 """Per target name: (rows, experts, routed over, hidden, width) -> tiling, where
-`python3 -m bench.int4_moe --tune` finds one that beats the rule's. On an H200 none of those tried for
-4 and 128 rows did by more than 1.5 % (bench/results/int4_moe_h200_tune.json)."""
+`python3 -m bench.int4_moe --tune` finds one that beats the rule's. On an H200 none of those tried
+for 4 and 128 rows did by more than 1.5 % (bench/results/int4_moe_h200_tune.json)."""
 
 
 def choose(shape: Shape, target: Target) -> Tiling:

@@ -178,9 +178,6 @@ class Warp:
     def minimum(self, a, b):
         return self.select(a < b, a, b)
 
-    def not_(self, a):
-        return np.logical_not(a) if isinstance(a, np.ndarray) else not a
-
     def shl(self, a, bits):
         return _signed(_unsigned(a) << np.uint32(bits) if _scalar(bits) else _lanes_shl(a, bits))
 
@@ -202,9 +199,6 @@ class Warp:
     # Floats.
     def as_float(self, a):
         return _vector(a, np.int32).view(np.float32)
-
-    def as_int(self, a):
-        return a.view(np.int32)
 
     def zero(self):
         return np.zeros(WARP, np.float32)

@@ -214,9 +214,6 @@ class Gpu:
     def minimum(self, a: Any, b: Any) -> Any:
         return _binary(arith.minsi, a, b)
 
-    def not_(self, a: Any) -> Any:
-        return not a if isinstance(a, bool) else a ^ True
-
     def shl(self, a: Any, bits: Any) -> Any:
         return Val(arith.shli(_int(a), _int(bits)))
 
@@ -243,9 +240,6 @@ class Gpu:
     # Floats. Rounding is spelt out, so that no multiplication and addition are contracted.
     def as_float(self, a: Any) -> Any:
         return Val(llvm.bitcast(_f32(), _int(a)))
-
-    def as_int(self, a: Any) -> Any:
-        return Val(llvm.bitcast(_i32(), a.ir))
 
     def zero(self) -> Any:
         return Val(arith.constant(_f32(), 0.0))
